@@ -11,13 +11,13 @@ The control routes of vLLM are not guarded by its API key, so an engine is bound
 
 import importlib.util
 import os
+import re
 import secrets
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -154,9 +154,12 @@ class Server:
     def __exit__(self, *exc: object) -> None:
         self.stop()
 
-    def last_words(self, lines: int = 15) -> str:
+    def last_words(self, lines: int = 12) -> str:
+        """The first error in its log, which is the cause, and the last lines, without what its libraries say about their own clean-up."""
         with self.log.open(errors="replace") as file:
-            return "".join(deque(file, maxlen=lines)).strip()
+            text = [line.rstrip() for line in file if not re.search(r"leaked|nanobind|resource_tracker", line)]
+        cause = [line for line in text if re.search(r"\b\w*(Error|Exception)\b: ", line)][:1]
+        return "\n".join([line for line in cause if line not in text[-lines:]] + text[-lines:])
 
     def check_alive(self) -> None:
         """Raises EngineError with the last lines it printed, if it is gone."""

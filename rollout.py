@@ -508,8 +508,11 @@ class EnvironmentFailure(Exception):
 async def sample_groups(sampler: Sampler, prompts: Sequence[tuple[int, Example]], samples: int) -> list[list[Rollout]]:
     """All groups at once, in the order of `prompts` [(index, example)]; the first error cancels the rest."""
     async with sampler.engine:
-        async with asyncio.TaskGroup() as tasks:
-            running = [tasks.create_task(sampler.group(index, example, samples)) for index, example in prompts]
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                running = [tasks.create_task(sampler.group(index, example, samples)) for index, example in prompts]
+        except BaseExceptionGroup as errors:  # the first, with its own traceback; the others are the same or its consequence
+            raise errors.exceptions[0] from None
     return [task.result() for task in running]
 
 

@@ -31,7 +31,7 @@ def llama(tied: bool = True, seed: int = 0, hidden: int = 64, vocabulary: int = 
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        vocab_size=vocabulary, hidden_size=hidden, intermediate_size=2 * hidden, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=vocabulary, hidden_size=hidden, intermediate_size=2 * hidden, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
         max_position_embeddings=1024, tie_word_embeddings=tied, initializer_range=0.1, bos_token_id=1, eos_token_id=2, pad_token_id=2, **settings,
     )  # fmt: skip
     torch.manual_seed(seed)
