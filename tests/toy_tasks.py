@@ -11,3 +11,27 @@ def digits(config: TaskConfig) -> Task:
 
 def share_of_digits(completion: str, example: Example) -> float:
     return sum(c.isdigit() for c in completion) / max(1, len(completion))
+
+
+def constant(config: TaskConfig) -> Task:
+    """Every answer is worth the same: no group has signal."""
+    task = digits(config)
+    task.environment = lambda: SingleTurn(lambda completion, example: 0.7)
+    return task
+
+
+def failing(config: TaskConfig) -> Task:
+    """Every reward raises."""
+
+    def reward(completion: str, example: Example) -> float:
+        raise ConnectionError("the judge is down")
+
+    task = digits(config)
+    task.environment = lambda: SingleTurn(reward)
+    return task
+
+
+def no_eval(config: TaskConfig) -> Task:
+    task = digits(config)
+    task.eval = ()
+    return task
