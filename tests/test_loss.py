@@ -179,6 +179,17 @@ def test_the_correction_weight_is_a_constant_in_the_gradient():
     assert outcome.gradient.item() == near(-1.2214028, **EXACT)  # with the graph kept it would be twice that
 
 
+def test_only_the_policys_own_log_probabilities_carry_a_gradient():
+    logprobs = f64(C).requires_grad_()
+    value, _ = loss.policy_loss(
+        logprobs, logprobs * 1.0, logprobs - 0.1, None, None, f64(A), torch.ones(1, dtype=torch.float64), torch.zeros(3, dtype=torch.long),
+        objective=loss.ppo, level="token", clip_low=0.2, clip_high=0.2, correction=loss.truncate, correction_low=0.0, correction_high=2.0, kl="k3",
+        kl_coef=0.0, entropy_coef=0.0,
+    )  # fmt: skip
+    value.backward()
+    assert logprobs.grad.tolist() == near([-math.exp(0.1) * a for a in A])
+
+
 def test_with_the_sampler_as_anchor_the_ratio_is_pi_over_mu():
     outcome = run([1.0, 1.0], [-1.0, -1.0], [-1.1, -1.1], [-1.1, -1.05], anchor="gen")
     assert outcome.loss == near(-(math.exp(0.1) + math.exp(0.05)) / 2, **EXACT)
@@ -480,6 +491,11 @@ def test_baselines_of_very_small_and_very_large_rewards():
     baseline, std = baseline_and_std(rewards, groups, leave_one_out=True)
     assert baseline.tolist() == near([2.5e-8, 2e-8, 1.5e-8, 2.5e8, 2e8, 1.5e8], rel=1e-9)
     assert std.tolist() == near([0.7071068e-8, 1.4142136e-8, 0.7071068e-8, 0.7071068e8, 1.4142136e8, 0.7071068e8], rel=1e-6)
+
+
+def test_a_large_common_offset_costs_no_precision():
+    rewards = np.array([0, 1, 1, 0.0])
+    assert baseline_and_std(rewards + 1e8, np.zeros(4))[1].tolist() == near([0.5773503] * 4, rel=1e-6)
 
 
 def test_a_rollout_that_is_not_valid_is_in_nobodys_baseline():

@@ -325,6 +325,41 @@ def test_clip_cov_chooses_at_random_within_the_band_and_not_among_clipped_tokens
     assert (outcome.gradient[chosen] == 0).all()
 
 
+@pytest.mark.parametrize("objective", ["clip_cov", "kl_cov"])
+def test_tokens_that_are_not_trained_are_never_chosen(objective):
+    params = dict(share=1.0) | (dict(cov_low=-9.0, cov_high=9.0) if objective == "clip_cov" else {})
+    tokens = tokens_of([-1.0, -2.0, -3.0, -0.5], [1.0, 2.0, -1.0, 3.0], lengths=[2, 2], weights=[1, 0])
+    assert prepare(tokens, objective=objective, objective_params=params).objective.tolist() == [1, 1, 0, 0]
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("nonsense", [math.nan, math.inf, -math.inf])
+def test_nonsense_in_a_row_of_weight_zero_reaches_no_gradient(objective, nonsense):
+    bad = [nonsense] * 2
+    outcome = run(
+        A + bad, C + bad, P + bad, G + bad, P + bad, C + bad, lengths=[3, 2], weights=[1, 0], objective=objective, rejection="opsm", kl_coef=0.1,
+        entropy_coef=0.1, correction="sequence_geometric", kl_gradient="ratio_gen", step=StepValues(objective=f64([0, 1, 0, 1, 1])),
+    )  # fmt: skip
+    alone = run(
+        A, C, P, G, P, C, objective=objective, rejection="opsm", kl_coef=0.1, entropy_coef=0.1, correction="sequence_geometric",
+        kl_gradient="ratio_gen", step=StepValues(objective=f64([0, 1, 0])),
+    )  # fmt: skip
+    assert outcome.loss == near(alone.loss) and outcome.gradient.tolist() == near(alone.gradient.tolist() + [0, 0])
+    assert all(map(math.isfinite, outcome.metrics.values()))
+
+
+def test_float32_stays_float32():
+    tokens = Tokens(*(torch.tensor(x, dtype=torch.float32) for x in (C, P, G, A)), torch.zeros(3, dtype=torch.long), 1, torch.ones(3, dtype=torch.bool))
+    for objective, correction, rejection in (("clip_cov", "batch_normalized", "m2po"), ("kl_cov", "sequence_truncate", "k3_max"), ("sapo", "none", "veto")):
+        step = prepare(tokens, objective=objective, correction=correction, rejection=rejection, uniform=torch.rand(3, dtype=torch.float64))
+        value, _ = loss.policy_loss(
+            tokens.logprobs, tokens.logprobs_old, tokens.logprobs_gen, None, None, tokens.advantages, torch.ones(1), tokens.row_ids,
+            objective=OBJECTIVES[objective], level="token", clip_low=0.2, clip_high=0.2, correction_low=0.0, correction_high=2.0, kl="k3", kl_coef=0.0,
+            correction=objectives.combine(CORRECTIONS[correction], objectives.REJECTIONS[rejection]), entropy_coef=0.0, step=step,
+        )  # fmt: skip
+        assert value.dtype == torch.float32, objective
+
+
 def test_the_entropy_filter_keeps_the_most_uncertain_tokens_and_the_denominator():
     entropy = [0.1, 2.0, 0.5, 1.5, 0.2]
     tokens = tokens_of([-1.0] * 5, [1.0] * 5, entropy=entropy)
