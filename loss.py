@@ -355,7 +355,7 @@ def kl_penalty(tokens: Tokens, logprobs_ref: Tensor, kl: str, gradient: KLGradie
 # what a name stands for; a flag given beside a preset wins
 PRESETS: dict[str, dict[str, str | float | bool]] = {
     "grpo": dict(objective="ppo", level="token", reduction="sequence_mean", clip_low=0.2, clip_high=0.2),
-    "dr_grpo": dict(objective="ppo", level="token", reduction="constant", clip_low=0.2, clip_high=0.2, divide_by_std=False),
+    "dr_grpo": dict(objective="ppo", level="token", reduction="constant", clip_low=0.2, clip_high=0.2, scale="none"),
     "dapo": dict(objective="ppo", level="token", reduction="token_mean", clip_low=0.2, clip_high=0.28),
     "gspo": dict(objective="ppo", level="sequence", reduction="sequence_mean", clip_low=3e-4, clip_high=4e-4),
     "cispo": dict(objective="cispo", level="token", reduction="token_mean", clip_low=1.0, clip_high=0.28),

@@ -478,7 +478,7 @@ def batch_std(step: Rewards) -> np.ndarray:
 def group_mean_scale(step: Rewards) -> np.ndarray:
     """The mean of the group: with its mean as baseline (r - mean) / mean (MaxRL, arXiv 2602.02710; prime-rl, SkyRL). Rewards >= 0 only."""
     if (step.rewards[step.valid] < 0).any():
-        raise ValueError("--loss.scale group_mean divides by the mean reward: rewards must not be negative")
+        raise ValueError("--loss.scale mean divides by the mean reward: rewards must not be negative")
     return group_mean(step)
 
 
@@ -492,11 +492,11 @@ def batch_mean_and_std(values: np.ndarray, valid: np.ndarray, sum_over_ranks: Su
 
 
 BASELINES: dict[str, Callable[[Rewards], np.ndarray]] = {
-    "group_mean": group_mean, "leave_one_out": leave_one_out, "length_weighted": length_weighted, "batch_mean": batch_mean, "none": no_baseline,
+    "mean": group_mean, "leave_one_out": leave_one_out, "length_weighted": length_weighted, "batch_mean": batch_mean, "none": no_baseline,
 }  # fmt: skip
-GROUP_BASELINES = ("group_mean", "leave_one_out", "length_weighted")  # a group without signal has advantage exactly 0
+GROUP_BASELINES = ("mean", "leave_one_out", "length_weighted")  # a group without signal has advantage exactly 0
 SCALES: dict[str, Callable[[Rewards], np.ndarray]] = {
-    "group_std": group_std, "leave_one_out_std": leave_one_out_std, "batch_std": batch_std, "group_mean": group_mean_scale, "none": unscaled,
+    "std": group_std, "leave_one_out_std": leave_one_out_std, "batch_std": batch_std, "mean": group_mean_scale, "none": unscaled,
 }  # fmt: skip
 
 
@@ -518,8 +518,8 @@ def advantages(
     rewards: np.ndarray,
     groups: np.ndarray,
     *,
-    baseline: str = "group_mean",
-    scale: str = "group_std",
+    baseline: str = "mean",
+    scale: str = "std",
     row_tokens: np.ndarray | None = None,
     population: bool = False,
     valid: np.ndarray | None = None,
@@ -816,9 +816,9 @@ TOKEN_PPO = dict(objective="ppo", level="token", reduction="token_mean")
 PRESETS: dict[str, dict[str, str | float | bool]] = {
     "rloo": dict(objective="reinforce", level="token", reduction="sequence_sum", baseline="leave_one_out", scale="none"),
     "reinforce_pp": dict(TOKEN_PPO, clip_low=0.2, clip_high=0.2, baseline="none", scale="none", whiten=True),
-    "reinforce_pp_baseline": dict(TOKEN_PPO, clip_low=0.2, clip_high=0.2, baseline="group_mean", scale="none", whiten=True),
+    "reinforce_pp_baseline": dict(TOKEN_PPO, clip_low=0.2, clip_high=0.2, baseline="mean", scale="none", whiten=True),
     "opo": dict(objective="reinforce", level="token", reduction="token_mean", baseline="length_weighted", scale="none"),
-    "maxrl": dict(objective="reinforce", level="token", reduction="token_mean", baseline="group_mean", scale="group_mean"),
+    "maxrl": dict(objective="reinforce", level="token", reduction="token_mean", baseline="mean", scale="mean"),
     "pass_at_k": dict(TOKEN_PPO, clip_low=0.2, clip_high=0.28, baseline="pass_at_k", scale="none"),
     "intellect2": dict(objective="two_sided", level="token", reduction="token_mean", clip_low=0.2, clip_high=0.2),
     "scale_rl": dict(objective="cispo_cap", level="token", reduction="prompt_mean", scale="batch_std"),
@@ -888,7 +888,7 @@ def validate(settings: Mapping[str, object], samples_per_prompt: int | None = No
     objective, level, anchor, reduction = get("objective", "ppo"), get("level", "token"), get("anchor", "old"), get("reduction")
     sequence = level == "sequence"
     refuse(sequence and objective in TOKEN_OBJECTIVES, "objective", "level", "its formula is per token; use level token")
-    refuse(sequence and reduction == "token_mean", "level", "reduction", "long rollouts would dominate; use sequence_mean, or sequence_sum (LUSPO)")
+    refuse(sequence and reduction == "token_mean", "level", "reduction", "long rollouts would dominate; add --loss.reduction sequence_mean (LUSPO: sequence_sum)")
     refuse(objective == "gmpo" and reduction not in ("sequence_mean", None), "objective", "reduction", "one loss per rollout; use sequence_mean")
     refuse(objective in ("cispo", "cispo_cap") and reduction == "sequence_mean", "objective", "reduction", "it is a mean over tokens; use token_mean")
 
@@ -911,6 +911,14 @@ def validate(settings: Mapping[str, object], samples_per_prompt: int | None = No
     refuse(clip_advantages[0] > clip_advantages[1], "advantage_clip_low", "advantage_clip_high", "no advantage lies between; give low <= high")
     refuse(get("clip_low", 0.0) < 0 or get("clip_high", 0.0) < 0, "clip_low", "clip_high", "both are distances from 1, at least 0")
 
+    for name, off in (("reward_from", None), ("overlong_buffer", 0), ("stop_properly", 1.0)):
+        refuse(bool(get("gdpo")) and get(name, off) != off, "gdpo", name, "each reward is normalised by itself, there is no total to shape")
+    refuse((get("reward_from") is None) != (get("reward_to") is None), "reward_from", "reward_to", "an interval is mapped onto another; give both")
+    if max_completion_tokens is not None and get("overlong_buffer", 0) > max_completion_tokens:
+        raise ValueError(f"--loss.overlong-buffer {get('overlong_buffer')} exceeds --sampling.max-completion-tokens {max_completion_tokens}")
+    refuse(not 0 <= get("stop_properly", 1.0) <= 1, "stop_properly", "overlong_buffer", "it is the share of its reward a truncated rollout keeps")
+    refuse(bool(get("overlong_buffer", 0)) and get("stop_properly", 1.0) < 1, "stop_properly", "overlong_buffer", "give one of the two")
+
     for axis, functions in (("objective", objectives), ("correction", corrections), ("rejection", REJECTIONS)):
         name, params = get(axis), get(f"{axis}_params") or {}
         own = settings_of(functions[name]) if name in functions else {}
@@ -919,8 +927,8 @@ def validate(settings: Mapping[str, object], samples_per_prompt: int | None = No
         refuse(bool(unknown), axis, f"{axis}_params", f"it has no setting {', '.join(unknown)}; it has {', '.join(own) or 'none'}")
     cap = (get("objective_params") or {}).get("cap", math.inf)
     refuse(objective == "dual_clip" and cap <= 1, "objective", "objective_params", "cap must be above 1: at 1 it acts on tokens that have not moved")
-    baseline = get("baseline", "group_mean")
+    baseline = get("baseline", "mean")
     if samples_per_prompt == 1 and (baseline in GROUP_BASELINES or baseline in ESTIMATORS):
         raise ValueError(f"--samples-per-prompt 1 with --loss.baseline {baseline}: every advantage would be 0; use 2 or more, or baseline none")
     if reduction == "constant" and max_completion_tokens is not None and max_completion_tokens <= 0:
-        raise ValueError(f"--loss.reduction constant with a longest completion of {max_completion_tokens}: that number is the divisor, give it")
+        raise ValueError(f"--loss.reduction constant with --sampling.max-completion-tokens {max_completion_tokens}: that number is its divisor")

@@ -188,7 +188,7 @@ def test_on_policy_every_objective_has_the_policy_gradient(objective):
 
 @pytest.mark.parametrize("preset", loss.PRESETS | objectives.PRESETS)
 def test_on_policy_every_preset_has_the_policy_gradient_of_its_reduction(preset):
-    chosen = {k: v for k, v in (loss.PRESETS | objectives.PRESETS)[preset].items() if k not in ("baseline", "scale", "whiten", "divide_by_std")}
+    chosen = {k: v for k, v in (loss.PRESETS | objectives.PRESETS)[preset].items() if k not in ("baseline", "scale", "whiten")}
     advantages = f64([1.0, 1.0, 1.0, -0.5, -0.5])
     outcome = run(advantages, [-1.0, -0.2, -3.0, -0.7, -1.1], lengths=[3, 2], max_tokens=8.0, step=on_policy_step(5), **chosen)
     coefficients = coefficients_of([3, 2], [1, 1], chosen["reduction"], 8.0)[torch.tensor([0, 0, 0, 1, 1])]
@@ -530,10 +530,10 @@ def test_rloo_is_the_centred_reward_times_n_over_n_minus_one():
 
 
 def test_maxrl_divides_by_the_success_rate():
-    assert objectives.advantages(np.array([1, 0, 0, 0]), np.zeros(4), scale="group_mean").tolist() == near([3, -1, -1, -1])
-    assert (objectives.advantages(np.zeros(4), np.zeros(4), scale="group_mean") == 0).all()
-    with pytest.raises(ValueError, match="group_mean"):
-        objectives.advantages(np.array([1, -1]), np.zeros(2), scale="group_mean")
+    assert objectives.advantages(np.array([1, 0, 0, 0]), np.zeros(4), scale="mean").tolist() == near([3, -1, -1, -1])
+    assert (objectives.advantages(np.zeros(4), np.zeros(4), scale="mean") == 0).all()
+    with pytest.raises(ValueError, match="scale mean"):
+        objectives.advantages(np.array([1, -1]), np.zeros(2), scale="mean")
 
 
 def test_opo_weighs_its_baseline_by_length():
@@ -699,6 +699,10 @@ IMPOSSIBLE = [
     (dict(objective="sapo", objective_params=dict(tau=1.0)), ("objective", "objective-params")),
     (dict(rejection="veto", rejection_params=dict(low=1.0)), ("rejection", "rejection-params")),
     (dict(kl="k3_naive"), ("kl",)),
+    (dict(gdpo=True, overlong_buffer=8), ("gdpo", "overlong-buffer")),
+    (dict(reward_from=(0.0, 1.0), reward_to=None), ("reward-from", "reward-to")),
+    (dict(stop_properly=1.5), ("stop-properly", "overlong-buffer")),
+    (dict(stop_properly=0.5, overlong_buffer=8), ("stop-properly", "overlong-buffer")),
 ]
 
 
@@ -711,11 +715,13 @@ def test_impossible_combinations_name_both_flags(chosen, flags):
 
 
 def test_a_group_of_one_needs_a_baseline_that_is_not_the_groups():
-    with pytest.raises(ValueError, match="--samples-per-prompt 1 with --loss.baseline group_mean"):
+    with pytest.raises(ValueError, match="--samples-per-prompt 1 with --loss.baseline mean"):
         objectives.validate({}, samples_per_prompt=1)
     objectives.validate(dict(baseline="none"), samples_per_prompt=1)
     with pytest.raises(ValueError, match="--loss.reduction constant"):
         objectives.validate(dict(reduction="constant"), max_completion_tokens=0)
+    with pytest.raises(ValueError, match="--loss.overlong-buffer 64 exceeds --sampling.max-completion-tokens 32"):
+        objectives.validate(dict(overlong_buffer=64), max_completion_tokens=32)
 
 
 @pytest.mark.parametrize("preset", loss.PRESETS | objectives.PRESETS)
