@@ -86,8 +86,8 @@ class LossConfig:
     std: Literal["sample", "population"] = "sample"  # divide squared deviations by n - 1, or by n
     gdpo: bool = False  # normalise every named reward by itself, then add them up (GDPO)
     whiten: bool = False  # whiten advantages over the tokens of the optimizer step (REINFORCE++)
-    advantage_clip_low: float = -math.inf  # lower bound of an advantage
-    advantage_clip_high: float = math.inf  # upper bound
+    advantage_clip_low: float | None = None  # lower bound of an advantage
+    advantage_clip_high: float | None = None  # upper bound
     no_signal: Literal["drop", "keep"] = "drop"  # groups of equal rewards: absent from every term and denominator, or kept with advantage 0
     overlong_filter: bool = False  # truncated completions stay in their group's baseline and leave loss and denominators
     correction: str = "none"  # of trainer against engine: none, truncate (TIS), mask (IcePop), sequence_mask, ...
@@ -388,7 +388,8 @@ def advantages_of(rollouts: Sequence[Rollout], rewards: np.ndarray, config: Loss
         advantages = objectives.gdpo(components, ids, {name: reward_weights.get(name, 1.0) for name in components}, **settings)
     else:
         advantages = objectives.advantages(rewards, ids, **settings)
-    return advantages.clip(config.advantage_clip_low, config.advantage_clip_high)
+    low, high = config.advantage_clip_low, config.advantage_clip_high
+    return advantages.clip(-math.inf if low is None else low, math.inf if high is None else high)
 
 
 def make_rows(

@@ -562,19 +562,21 @@ def gdpo(
         components: name -> (R,); at least two. weights: name -> weight, 1 by default. settings: those of `advantages`.
 
     Returns:
-        (R,) float64: (A - mean) / std over the step, std dividing by n - 1; only centred where it is 0.
+        (R,) float64: (A - mean) / std over the step, std dividing by n - 1; all 0 where the sum is constant.
     """
     if len(components) < 2:
         raise ValueError(f"gdpo needs at least two rewards, got {sorted(components)}")
     if weights is not None and set(weights) != set(components):
         raise ValueError(f"gdpo needs one weight for each of {sorted(components)}, got {sorted(weights)}")
+    weights = dict.fromkeys(components, 1.0) if weights is None else weights
     total = sum(
-        (1.0 if weights is None else weights[name]) * advantages(components[name], groups, valid=valid, sum_over_ranks=sum_over_ranks, **settings)
-        for name in sorted(components)
+        weights[name] * advantages(components[name], groups, valid=valid, sum_over_ranks=sum_over_ranks, **settings) for name in sorted(components)
     )
     included = np.ones(len(total), dtype=bool) if valid is None else np.asarray(valid, dtype=bool)
     mean, std = batch_mean_and_std(total, included, sum_over_ranks)
-    return np.where(included, (total - mean) / (std if std > 0 else 1.0), 0.0)
+    if std < 1e-12 * sum(map(abs, weights.values())):  # rewards that cancel leave rounding noise, and dividing it by itself gives 1
+        return np.zeros_like(total)
+    return np.where(included, (total - mean) / std, 0.0)
 
 
 def whiten(values: Tensor, trained: Tensor, sum_over_ranks: SumOverRanks = one_rank) -> Tensor:
@@ -888,7 +890,8 @@ def validate(settings: Mapping[str, object], samples_per_prompt: int | None = No
     objective, level, anchor, reduction = get("objective", "ppo"), get("level", "token"), get("anchor", "old"), get("reduction")
     sequence = level == "sequence"
     refuse(sequence and objective in TOKEN_OBJECTIVES, "objective", "level", "its formula is per token; use level token")
-    refuse(sequence and reduction == "token_mean", "level", "reduction", "long rollouts would dominate; add --loss.reduction sequence_mean (LUSPO: sequence_sum)")
+    long = "long rollouts would dominate; add --loss.reduction sequence_mean (LUSPO: sequence_sum)"
+    refuse(sequence and reduction == "token_mean", "level", "reduction", long)
     refuse(objective == "gmpo" and reduction not in ("sequence_mean", None), "objective", "reduction", "one loss per rollout; use sequence_mean")
     refuse(objective in ("cispo", "cispo_cap") and reduction == "sequence_mean", "objective", "reduction", "it is a mean over tokens; use token_mean")
 
@@ -907,8 +910,8 @@ def validate(settings: Mapping[str, object], samples_per_prompt: int | None = No
     refuse(share < 1 and objective == "gmpo", "entropy_share", "objective", "the ratio of a rollout cannot leave tokens out")
     refuse(get("kl_in", "loss") != "loss" and not get("kl_coef", 1.0), "kl_in", "kl_coef", "nothing would be subtracted; set kl_coef")
     refuse(get("kl_input_clamp", 1.0) <= 0 or get("kl_output_clamp", 1.0) <= 0, "kl_input_clamp", "kl_output_clamp", "both are above 0; inf is off")
-    clip_advantages = get("advantage_clip_low", -math.inf), get("advantage_clip_high", math.inf)
-    refuse(clip_advantages[0] > clip_advantages[1], "advantage_clip_low", "advantage_clip_high", "no advantage lies between; give low <= high")
+    bounds = get("advantage_clip_low"), get("advantage_clip_high")
+    refuse(None not in bounds and bounds[0] > bounds[1], "advantage_clip_low", "advantage_clip_high", "no advantage lies between; give low <= high")
     refuse(get("clip_low", 0.0) < 0 or get("clip_high", 0.0) < 0, "clip_low", "clip_high", "both are distances from 1, at least 0")
 
     for name, off in (("reward_from", None), ("overlong_buffer", 0), ("stop_properly", 1.0)):

@@ -417,6 +417,12 @@ ALL = (
 )
 
 
+DEFAULT = dict(
+    objective="ppo", level="token", anchor="old", reduction="token_mean", correction="none", correction_low=0.0, correction_high=math.inf,
+    rejection="none", kl="k3", kl_gradient="true", kl_coef=0.0, entropy_coef=0.0, entropy_share=1.0, positive_likelihood=0.0,
+)  # fmt: skip
+
+
 @st.composite
 def steps(draw):
     """Rows of an optimizer step, how they are split into micro-batches, and how those are dealt to ranks."""
@@ -434,15 +440,15 @@ def data_of(seed: int, rows: int):
     old = -random.uniform(0.05, 3, n)
     per_token = dict(
         logprobs=np.minimum(old + random.normal(0, 0.3, n), -0.01), logprobs_old=old, logprobs_gen=np.minimum(old + random.normal(0, 0.2, n), -0.01),
-        logprobs_ref=np.minimum(old + random.normal(0, 0.5, n), -0.01), entropy=random.uniform(0, 3, n), advantages=np.repeat(random.normal(size=rows), lengths),
+        logprobs_ref=np.minimum(old + random.normal(0, 0.5, n), -0.01), entropy=random.uniform(0, 3, n),
+        advantages=np.repeat(random.normal(size=rows), lengths),
     )  # fmt: skip
     return lengths, per_token
 
 
 def whole_step(chosen, seed, lengths, per_token, weights, ranks):
     """Loss, gradient per (row, position) and metrics, with micro-batches `ranks[rank] = [[row, ...], ...]`."""
-    chosen = dict(dict(objective="ppo", level="token", correction="none", rejection="none", reduction="token_mean", kl="k3", kl_gradient="true", kl_coef=0.0,
-                       entropy_coef=0.0, correction_low=0.0, correction_high=math.inf, entropy_share=1.0, anchor="old", positive_likelihood=0.0), **chosen)  # fmt: skip
+    chosen = DEFAULT | chosen
     starts = np.concatenate([[0], np.cumsum(lengths)])
     groups = np.arange(len(lengths)) // 2
     coefficients = coefficients_of(lengths, weights, chosen["reduction"], 6.0, groups).numpy()
@@ -464,7 +470,8 @@ def whole_step(chosen, seed, lengths, per_token, weights, ranks):
         trained = torch.as_tensor(coefficients[rows] != 0)[row_ids]
         names = ("logprobs", "logprobs_old", "logprobs_gen", "advantages")
         tokens = Tokens(*(values[k] for k in names), row_ids, len(rows), trained, values["entropy"])
-        uniform = objectives.keyed_uniform(1, 2, torch.as_tensor(np.array(rows, dtype=np.int64))[row_ids], torch.as_tensor(index - starts[rows][row_ids.numpy()]))
+        of_token = np.array(rows, dtype=np.int64)[row_ids.numpy()]
+        uniform = objectives.keyed_uniform(1, 2, torch.as_tensor(of_token), torch.as_tensor(index - starts[of_token]))
         step = objectives.prepare(
             tokens, clip_low=0.2, clip_high=0.28, uniform=uniform, sum_over_ranks=sum_over_ranks, **share,
             **{k: chosen[k] for k in ("objective", "correction", "correction_low", "correction_high", "rejection", "entropy_share")},
@@ -577,6 +584,8 @@ def test_gdpo_normalises_each_reward_before_it_sums():
     assert objectives.gdpo(components, np.zeros(2), dict.fromkeys(components, 2.0)).tolist() == near(expected, **EXACT)
     one_sided = objectives.gdpo({k: components[k] for k in ("integer", "format")}, np.zeros(2), {"integer": 1.0, "format": -1.0})
     assert one_sided.tolist() == [0, 0]  # they cancel, and a std of 0 divides nothing
+    uneven = {"right": np.array([10.0, 0, 0, 0]), "form": np.array([0.0, 0.1, 0.1, 0.1])}  # +1.5 and -1.5 but for the last digit
+    assert (objectives.gdpo(uneven, np.zeros(4)) == 0).all()
     with pytest.raises(ValueError, match="two rewards"):
         objectives.gdpo({"correctness": np.ones(2)}, np.zeros(2))
     with pytest.raises(ValueError, match="one weight for each"):
@@ -739,7 +748,8 @@ def test_no_name_is_in_two_dicts_and_everything_is_documented():
     for ours, theirs in ((loss.OBJECTIVES, objectives.OBJECTIVES), (loss.CORRECTIONS, objectives.CORRECTIONS), (loss.PRESETS, objectives.PRESETS),
                          (loss.KL_GRADIENTS, objectives.KL_GRADIENTS)):  # fmt: skip
         assert not set(ours) & set(theirs)
-    dicts = (OBJECTIVES, CORRECTIONS, KL_GRADIENTS, loss.KL_ESTIMATORS, loss.REDUCTIONS, loss.LEVELS, objectives.BASELINES, objectives.SCALES, objectives.ESTIMATORS)
+    dicts = (OBJECTIVES, CORRECTIONS, KL_GRADIENTS, loss.KL_ESTIMATORS, loss.REDUCTIONS, loss.LEVELS, objectives.BASELINES, objectives.SCALES,
+             objectives.ESTIMATORS)  # fmt: skip
     for name, function in itertools.chain.from_iterable(d.items() for d in dicts):
         assert inspect.getdoc(function), name
 
