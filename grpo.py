@@ -114,10 +114,10 @@ class LossConfig:
         """Whether something has to know the whole optimizer step before its first micro-batch."""
         return objectives.needs_step(self.objective, self.correction, self.rejection, self.entropy_share)
 
-    @property
-    def needs_old(self) -> bool:
-        """Whether the old policy is needed before the update, by its own forward pass."""
-        return self.needs_step or self.kl_in != "loss" or self.sequence_error_limit > 0
+    def needs_old(self, updates: int) -> bool:
+        """Whether the old policy has to be scored by its own forward pass, for so many optimizer steps on one batch."""
+        reads_old = self.anchor == "old" or self.rejection != "none" or self.kl_gradient == "ratio"
+        return updates > 1 and reads_old or self.needs_step or self.kl_in != "loss" or self.sequence_error_limit > 0
 
 
 @dataclass
@@ -437,7 +437,7 @@ def update(run: Run, rows: Rows) -> Metrics:
         with run.timer("reference"):
             for batch in (b for batches in packed for b in batches):
                 (batch.logprobs_ref,) = policies.score(run.reference, [batch])
-    if splits * config.passes > 1 or config.loss.needs_old:  # frozen before the first update; with a single one the present policy is the old one
+    if config.loss.needs_old(splits * config.passes):  # frozen before the first update; with a single one the present policy is the old one
         with run.timer("old_logprobs"):
             for batch in (b for batches in packed for b in batches):
                 (batch.logprobs_old,) = policies.score(run.policy, [batch])

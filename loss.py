@@ -399,7 +399,7 @@ def policy_loss(
         row_ids: (N,) in 0..R-1.
         kl_input_clamp, kl_output_clamp: bounds on |log pi - log ref| and on the estimate (20 and 10: verl, NeMo-RL); inf is off.
         likelihood: (R,) coefficients of an extra -log pi on some rows, for example mu / tokens of all rows with reward > 0 on
-            exactly those (the positive-example likelihood of VAPO, arXiv 2504.05118 sec. 4.3, mu .1).
+            exactly those (the positive-example likelihood of VAPO, arXiv 2504.05118, mu .1).
         step: what was computed over the whole optimizer step, for these tokens.
 
     Returns:
@@ -546,11 +546,3 @@ def mismatch(logprobs: Tensor, logprobs_gen: Tensor, included: Tensor) -> Metric
         "token_mult_prob_error": mean(clamped.abs().exp()),
         "mismatch_max": ("max", extreme(difference.abs(), included, -1), 1.0),
     }
-
-
-def check_names(settings: Mapping[str, str], objectives: Mapping[str, Objective], corrections: Mapping[str, Correction]) -> None:
-    """Raises ValueError for a name that none of the dicts knows."""
-    known = dict(objective=objectives, level=LEVELS, correction=corrections, kl=KL_ESTIMATORS, reduction=REDUCTIONS, anchor=ANCHORS)
-    for name, choices in known.items():
-        if name in settings and settings[name] not in choices:
-            raise ValueError(f"--loss.{name.replace('_', '-')} {settings[name]}: give one of {', '.join(choices)}")

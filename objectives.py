@@ -39,13 +39,13 @@ def one_rank(values: Tensor) -> Tensor:
 
 
 def dual_clip(log_ratio: Tensor, tokens: Tokens, clip_low: float, clip_high: float, cap: float = 3.0) -> Tensor:
-    """PPO-clip whose loss is at most cap |A| where A < 0 (arXiv 1912.09729 sec. 3, c = 3; on by default in verl)."""
+    """PPO-clip whose loss is at most cap |A| where A < 0 (arXiv 1912.09729, c = 3; on by default in verl)."""
     clipped = ppo(log_ratio, tokens, clip_low, clip_high)
     return torch.where(tokens.advantages < 0, torch.minimum(clipped, -tokens.advantages * cap), clipped)
 
 
 def two_sided(log_ratio: Tensor, tokens: Tokens, clip_low: float, clip_high: float, delta: float = 4.0) -> Tensor:
-    """PPO-clip with r <= delta in the unclipped branch (INTELLECT-2, arXiv 2505.07291 sec. 3.4, delta 4; TRL's delta).
+    """PPO-clip with r <= delta in the unclipped branch (INTELLECT-2, arXiv 2505.07291, delta 4; TRL's delta).
     For delta > 1 + high it acts only where A < 0 and is dual_clip with cap = delta."""
     ratio = ratio_of(log_ratio)
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
@@ -75,7 +75,7 @@ def masked_reinforce(log_ratio: Tensor, tokens: Tokens, clip_low: float, clip_hi
 
 
 def gmpo(log_ratio: Tensor, tokens: Tokens, clip_low: float, clip_high: float) -> Tensor:
-    """-A exp(mean over the rollout of m), the geometric mean of clipped token ratios (arXiv 2507.20673 eq. 4, sec. 3.2).
+    """-A exp(mean over the rollout of m), the geometric mean of clipped token ratios (arXiv 2507.20673).
 
     m = min(l, high) where A > 0, max(l, -low) where A < 0: the bounds are those of l itself, and the paper's are .4 and .4. Every
     token of a rollout carries the rollout's loss, so the reduction is sequence_mean. Dialect: verl's geo_mean and the paper are this.
@@ -90,7 +90,7 @@ def gmpo(log_ratio: Tensor, tokens: Tokens, clip_low: float, clip_high: float) -
 def sapo(
     log_ratio: Tensor, tokens: Tokens, clip_low: float, clip_high: float, tau_positive: float = 1.0, tau_negative: float = 1.05
 ) -> Tensor:
-    """-(4 / tau) sigmoid(tau (r - 1)) A: a soft gate in place of the clip (arXiv 2511.20347 sec. 3; tau 1 where A > 0, else 1.05).
+    """-(4 / tau) sigmoid(tau (r - 1)) A: a soft gate in place of the clip (arXiv 2511.20347; tau 1 where A > 0, else 1.05).
     The paper reduces by sequence_mean (verl, SkyRL, TRL); AReaL by token_mean."""
     tau = torch.where(tokens.advantages > 0, tau_positive, tau_negative)
     return -(4 / tau) * torch.sigmoid(tau * (ratio_of(log_ratio) - 1)) * tokens.advantages
@@ -165,7 +165,7 @@ def dppo_pull(log_ratio: Tensor, tokens: Tokens, clip_low: float, clip_high: flo
 
 
 def dro(log_ratio: Tensor, tokens: Tokens, clip_low: float, clip_high: float, beta: float = 0.1) -> Tensor:
-    """-(A log pi - beta / 2 l^2): a quadratic pull to the anchor in place of a clip (arXiv 2405.19107 sec. 3; verl, beta .1)."""
+    """-(A log pi - beta / 2 l^2): a quadratic pull to the anchor in place of a clip (arXiv 2405.19107; verl, beta .1)."""
     return -(tokens.advantages * tokens.logprobs - beta / 2 * log_ratio**2)
 
 
@@ -173,12 +173,12 @@ def dro(log_ratio: Tensor, tokens: Tokens, clip_low: float, clip_high: float, be
 
 
 def clip_cov(log_ratio: Tensor, tokens: Tokens, clip_low: float, clip_high: float) -> Tensor:
-    """PPO-clip without the tokens that clip_cov_choice picked (Clip-Cov, arXiv 2505.22617 sec. 4.2)."""
+    """PPO-clip without the tokens that clip_cov_choice picked (Clip-Cov, arXiv 2505.22617)."""
     return ppo(log_ratio, tokens, clip_low, clip_high) * (1 - chosen(tokens))
 
 
 def kl_cov(log_ratio: Tensor, tokens: Tokens, clip_low: float, clip_high: float, coef: float = 1.0) -> Tensor:
-    """-r A + coef |l| on the tokens that kl_cov_choice picked, unclipped (KL-Cov, arXiv 2505.22617 sec. 4.3, coef 1)."""
+    """-r A + coef |l| on the tokens that kl_cov_choice picked, unclipped (KL-Cov, arXiv 2505.22617, coef 1)."""
     return -ratio_of(log_ratio) * tokens.advantages + coef * chosen(tokens) * log_ratio.abs()
 
 
@@ -199,7 +199,7 @@ def clip_cov_choice(
     cov_high: float = 5.0,
 ) -> Tensor:
     """A random share of the step's tokens, from those not clipped whose covariance (A - mean A)(log pi - mean log pi) is in (low, high)
-    (arXiv 2505.22617 eq. 9; share 2e-4, bounds 1 and 5; at least one). Means are over the step. verl takes them over a micro-batch."""
+    (arXiv 2505.22617; share 2e-4, bounds 1 and 5; at least one). Means are over the step. verl takes them over a micro-batch."""
     ratio = ratio_of(tokens.logprobs - tokens.logprobs_old)
     clipped = torch.where(tokens.advantages > 0, ratio > 1 + clip_high, ratio < 1 - clip_low)
     covariance = token_covariance(tokens, sum_over_ranks)
@@ -210,7 +210,7 @@ def clip_cov_choice(
 def kl_cov_choice(
     tokens: Tokens, clip_low: float, clip_high: float, uniform: Tensor, sum_over_ranks: SumOverRanks, share: float = 2e-4
 ) -> Tensor:
-    """The share of the step's tokens with the largest covariance, at least one (arXiv 2505.22617 eq. 11; 2e-4, verl; SkyRL's default is .2)."""
+    """The share of the step's tokens with the largest covariance, at least one (arXiv 2505.22617; 2e-4, verl; SkyRL's default is .2)."""
     count = share_of_step(share, tokens, sum_over_ranks)
     return largest(token_covariance(tokens, sum_over_ranks), tokens.trained, count, sum_over_ranks).to(tokens.logprobs.dtype)
 
@@ -248,7 +248,7 @@ def batch_normalized(log_weight: Tensor, tokens: Tokens, low: float, high: float
 
 
 def batch_normalized_weights(tokens: Tokens, low: float, high: float, uniform: Tensor, sum_over_ranks: SumOverRanks) -> Tensor:
-    """(N,). The mean is over trained tokens, of all ranks; SkyRL's also averages the padding."""
+    """The mean is over trained tokens, of all ranks; SkyRL's also averages the padding."""
     weight = bounded_weight(tokens.logprobs_old - tokens.logprobs_gen, low, high)
     return weight / step_mean(weight.double(), tokens.trained, sum_over_ranks).clamp(min=1e-8).to(weight.dtype)
 
@@ -324,7 +324,7 @@ def m2po(log_weight: Tensor, tokens: Tokens, low: float, high: float) -> Tensor:
 def m2po_keep(
     tokens: Tokens, low: float, high: float, uniform: Tensor, sum_over_ranks: SumOverRanks, tau: float = 0.04, everywhere: float = 0
 ) -> Tensor:
-    """(N,) 1 where (log rho)^2 <= the largest bound under which the mean of what stays is < tau (M2PO, arXiv 2510.01161 sec. 4, tau .04).
+    """1 where (log rho)^2 <= the largest bound under which the mean of what stays is < tau (M2PO, arXiv 2510.01161, tau .04).
 
     Dialects: the paper judges and drops only tokens already on the far side, log rho A > 0, where PPO would clip; AReaL all tokens
     (everywhere = 1). Equal values stay or go together; nothing judged stays when its smallest value is not below tau.
@@ -389,11 +389,11 @@ def ratio_gen_gradient(value: Tensor, x: Tensor, tokens: Tokens) -> Tensor:
 
 
 def kl_in_reward(logprobs_old: Tensor, logprobs_ref: Tensor, row_ids: Tensor, rows: int, kl: str = "k1", to: str = "reward") -> Tensor:
-    """What beta multiplies and is subtracted, without gradient. Needs pi_old's own forward pass, and loss.kl_coef = 0.
+    """What kl_coef multiplies and is subtracted, without gradient; the loss has no KL term then. Needs pi_old's own forward pass.
 
-    to="reward":    (R,) sum over the rollout, from the reward, before the baseline (verl, OpenRLHF and SkyRL with group advantages)
-    to="advantage": (N,) each token's own, from its advantage, before whitening (NeMo-RL)
-    to="return":    (N,) the rest of the rollout's, own token included, from the advantage (REINFORCE++, arXiv 2501.03262 eq. 8)
+    reward: (R,) sum over the rollout, from the reward, before the baseline (verl, OpenRLHF and SkyRL with group advantages);
+    advantage: (N,) each token's own, from its advantage, before whitening (NeMo-RL);
+    return: (N,) the rest of the rollout's, own token included, from the advantage (REINFORCE++, arXiv 2501.03262).
     """
     x = (logprobs_old - logprobs_ref).detach().clamp(-loss.LOG_RATIO_LIMIT, loss.LOG_RATIO_LIMIT)
     per_token = loss.KL_ESTIMATORS[kl](x)
@@ -436,7 +436,7 @@ def leave_one_out(step: Rewards) -> np.ndarray:
 
 def length_weighted(step: Rewards) -> np.ndarray:
     """sum of tokens times reward over sum of tokens, in the group: the variance-optimal baseline when the gradient's squared norm grows
-    with the length (OPO, arXiv 2505.23585 eq. 7)."""
+    with the length (OPO, arXiv 2505.23585)."""
     baseline = step.rewards.copy()
     for group in np.unique(step.groups):
         rows = (step.groups == group) & step.valid
@@ -471,7 +471,7 @@ def leave_one_out_std(step: Rewards) -> np.ndarray:
 
 
 def batch_std(step: Rewards) -> np.ndarray:
-    """The standard deviation of all rewards of the step (arXiv 2508.08221 sec. 4; TRL's scale_rewards=batch, AReaL, SkyRL)."""
+    """The standard deviation of all rewards of the step (arXiv 2508.08221; TRL's scale_rewards=batch, AReaL, SkyRL)."""
     return np.full_like(step.rewards, batch_mean_and_std(step.rewards, step.valid, step.sum_over_ranks, step.population)[1])
 
 
@@ -556,7 +556,7 @@ def gdpo(
     sum_over_ranks: SumOverRanks = one_rank,
     **settings,
 ) -> np.ndarray:
-    """Several rewards, each normalised in its group, then weighted, summed and whitened over the step (GDPO, arXiv 2601.05242 sec. 3).
+    """Several rewards, each normalised in its group, then weighted, summed and whitened over the step (GDPO, arXiv 2601.05242).
 
     Args:
         components: name -> (R,); at least two. weights: name -> weight, 1 by default. settings: those of `advantages`.
@@ -580,7 +580,7 @@ def gdpo(
 
 
 def whiten(values: Tensor, trained: Tensor, sum_over_ranks: SumOverRanks = one_rank) -> Tensor:
-    """(N,) -> (N,): (A - mean) / sqrt(max(var, 1e-8)) over the trained tokens of the step (REINFORCE++, arXiv 2501.03262 sec. 3; NeMo-RL).
+    """(A - mean) / sqrt(max(var, 1e-8)), (N,), over the trained tokens of the step (REINFORCE++, arXiv 2501.03262; NeMo-RL).
     Dialect: the variance divides by n; verl's by n - 1. Token-weighted, so a long rollout counts for more than a short one."""
     doubles = values.double()
     mean = step_mean(doubles, trained, sum_over_ranks)
@@ -661,7 +661,7 @@ def drop_by_sequence_error(error: np.ndarray, counted: np.ndarray, rewards: np.n
 
 
 def entropy_top_share(tokens: Tokens, share: float, sum_over_ranks: SumOverRanks = one_rank) -> Tensor:
-    """(N,) 1 for the share of the step's tokens with the highest entropy (arXiv 2506.01939 sec. 5, share .2): the others lose their policy
+    """1 for the share of the step's tokens with the highest entropy (arXiv 2506.01939, share .2), (N,): the others lose their policy
     gradient, and stay in the denominator (the paper, TRL). Needs tokens.entropy from a pass without gradient over the whole step."""
     if tokens.entropy is None:
         raise ValueError("--loss.entropy-share needs the entropy of every token before the step")
@@ -672,8 +672,8 @@ def entropy_top_share(tokens: Tokens, share: float, sum_over_ranks: SumOverRanks
 def adaptive_entropy_coef(
     coef: float, entropy: float, target: float = 0.2, delta: float = 0.005, low: float = 0.0, high: float = 1.0
 ) -> tuple[float, float]:
-    """(next coefficient, the one to apply now). The coefficient grows by delta while the entropy is at most the target, and then acts;
-    above the target it shrinks and the bonus is off (Skywork-OR1, arXiv 2505.22312 sec. 5; target .2, delta .005, TRL's [0, 1]).
+    """The next entropy coefficient, and the one to apply now. The coefficient grows by delta while the entropy is at most the target, and then acts;
+    above the target it shrinks and the bonus is off (Skywork-OR1, arXiv 2505.22312; target .2, delta .005, TRL's [0, 1]).
 
     Dialect: TRL applies the coefficient after its own update, as here; the paper the one before it. entropy is the mean of a whole
     step: measured by the previous step at no cost, or of this one where a pass without gradient gives it.
@@ -826,7 +826,7 @@ PRESETS: dict[str, dict[str, str | float | bool]] = {
     "scale_rl": dict(objective="cispo_cap", level="token", reduction="prompt_mean", scale="batch_std"),
     "gmpo": dict(objective="gmpo", level="token", reduction="sequence_mean", clip_low=0.4, clip_high=0.4),
     "sapo": dict(objective="sapo", level="token", reduction="sequence_mean"),
-    "luspo": dict(objective="ppo", level="sequence", reduction="sequence_sum", clip_low=2e-3, clip_high=2.5e-3),
+    "luspo": dict(objective="ppo", level="sequence", reduction="sequence_sum", clip_low=2e-3, clip_high=2.5e-3),  # 2602.05261 sec. 5.1
     "vespo": dict(objective="vespo", level="token", anchor="gen", reduction="token_mean"),
     "dppo_tv": dict(objective="dppo_tv", level="token", anchor="gen", reduction="token_mean", clip_low=0.2, clip_high=0.2),
     "dppo_kl": dict(objective="dppo_kl", level="token", anchor="gen", reduction="token_mean", clip_low=0.2, clip_high=0.2),
@@ -873,9 +873,11 @@ def validate(settings: Mapping[str, object], samples_per_prompt: int | None = No
     Combinations that the axes cannot even express (a clip beside `reinforce`, a dual clip inside cispo) need no rule.
     """
     objectives, corrections = loss.OBJECTIVES | OBJECTIVES, loss.CORRECTIONS | CORRECTIONS
-    loss.check_names(settings, objectives, corrections)
-    others = dict(rejection=REJECTIONS, kl_gradient=loss.KL_GRADIENTS | KL_GRADIENTS, baseline=BASELINES | ESTIMATORS, scale=SCALES, kl_in=KL_PLACES)
-    for name, known in others.items():
+    choices = dict(
+        objective=objectives, level=loss.LEVELS, anchor=loss.ANCHORS, reduction=loss.REDUCTIONS, correction=corrections, rejection=REJECTIONS,
+        kl=loss.KL_ESTIMATORS, kl_gradient=loss.KL_GRADIENTS | KL_GRADIENTS, kl_in=KL_PLACES, baseline=BASELINES | ESTIMATORS, scale=SCALES,
+    )  # fmt: skip
+    for name, known in choices.items():
         if name in settings and settings[name] not in known:
             raise ValueError(f"--loss.{name.replace('_', '-')} {settings[name]}: give one of {', '.join(known)}")
 

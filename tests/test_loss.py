@@ -450,11 +450,6 @@ def test_a_dropped_group_leaves_no_trace_and_a_kept_one_dilutes():
     assert (kept.gradient[4:] != 0).all()  # the KL term acts on them
 
 
-def test_names_that_nobody_knows_raise_with_the_choices():
-    with pytest.raises(ValueError, match="--loss.objective grpo: give one of ppo"):
-        loss.check_names(dict(objective="grpo"), loss.OBJECTIVES, loss.CORRECTIONS)
-
-
 # ------------------------------------------------------------------------------------------------ advantages
 
 GROUPS_OF_THREE = [0, 0, 0, 1, 1, 1]

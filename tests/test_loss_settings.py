@@ -13,7 +13,7 @@ from grpo import LossConfig, make_rows
 
 SETTINGS = [
     "--loss.preset vespo",
-    "--loss.preset prime_rl",
+    "--loss.preset prime_rl --passes 2",
     "--loss.preset gspo --loss.correction sequence_truncate",
     "--loss.preset luspo --passes 2",
     "--loss.preset gmpo --passes 2",
@@ -46,6 +46,11 @@ def test_a_setting_trains_the_same_in_any_micro_batches(model, tmp_path, setting
     for name in ("loss", "grad_norm", "ratio", "correction_weight", "effective_sample_size", "trained_tokens"):
         assert [r[name] for r in whole] == pytest.approx([r[name] for r in split], rel=1e-3, abs=1e-6), name
     assert all(math.isfinite(r["loss"]) and r["grad_norm"] > 0 for r in whole)
+
+
+def test_the_sampler_as_anchor_needs_no_pass_for_the_old_policy(model, tmp_path):
+    rows = run(model, tmp_path / "a", "--loss.preset", "dppo_tv", "--passes", "2", "--eval.every", "0", steps=1)
+    assert "time/old_logprobs" not in rows[0] and rows[0]["ratio_max"] > 1.01
 
 
 def test_the_adaptive_entropy_coefficient_grows_and_survives_a_resume(model, tmp_path):

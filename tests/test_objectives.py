@@ -1,6 +1,7 @@
 """objectives.py: the numbers several implementations agree on, hand-computed ones, and invariance of everything in the dicts."""
 
 import doctest
+import importlib.util
 import inspect
 import itertools
 import json
@@ -723,6 +724,11 @@ def test_impossible_combinations_name_both_flags(chosen, flags):
         assert f"--loss.{flag} " in str(error.value), error.value
 
 
+def test_names_that_nobody_knows_raise_with_the_choices():
+    with pytest.raises(ValueError, match="--loss.objective grpo: give one of ppo, cispo, reinforce, dual_clip"):
+        objectives.validate(dict(objective="grpo"))
+
+
 def test_a_group_of_one_needs_a_baseline_that_is_not_the_groups():
     with pytest.raises(ValueError, match="--samples-per-prompt 1 with --loss.baseline mean"):
         objectives.validate({}, samples_per_prompt=1)
@@ -756,3 +762,36 @@ def test_no_name_is_in_two_dicts_and_everything_is_documented():
 
 def test_the_examples_in_the_docstrings_hold():
     assert doctest.testmod(objectives).failed == 0
+
+
+# ------------------------------------------------------------------------------------------------ the page
+
+
+def docs():
+    spec = importlib.util.spec_from_file_location("make_objectives", Path(__file__).parent.parent / "docs" / "make_objectives.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_page_of_objectives_is_the_one_the_code_generates():
+    made = docs()
+    assert (made.HERE / "objectives.md").read_text() == made.page(), "run: python docs/make_objectives.py"
+    for name in [*OBJECTIVES, *CORRECTIONS, *KL_GRADIENTS, *loss.REDUCTIONS, *objectives.BASELINES, *objectives.SCALES, *made.PRESETS]:
+        assert f"`{name}`" in made.page(), name
+
+
+def test_the_recipe_adds_an_objective_with_one_function_and_one_entry():
+    example = docs().RECIPE.split("```python\n")[1].split("```")[0]
+    names = dict(vars(objectives))
+    exec(example, names)
+    spo = names["spo"]
+    assert objectives.settings_of(spo) == dict(epsilon=0.2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(OBJECTIVES, "spo", spo)
+        patch.setitem(objectives.OBJECTIVES, "spo", spo)
+        objectives.validate(dict(objective="spo", objective_params=dict(epsilon=0.3)))
+        test_on_policy_every_objective_has_the_policy_gradient("spo")
+        test_nonsense_in_a_row_of_weight_zero_reaches_no_gradient("spo", math.nan)
+        # at r = 1.1 and A = 1: -(r - (r - 1) r / epsilon) = -1.1 (1 - .1 / .2)
+        assert run([1.0], [-1.0], [-1.0 - math.log(1.1)], objective="spo").gradient.item() == near(-0.55)
