@@ -9,11 +9,11 @@ For every sampled token t of rollout i, with advantage A and log-probabilities u
 
 the loss is five independent choices:
 
-    (1) log-ratio    l = log pi_theta - log anchor (pi_old or mu), per token or its mean over the rollout    ANCHORS, LEVELS
-    (2) objective    L(l, A), for example -min(r A, clip(r, 1-low, 1+high) A) with r = exp(l)                OBJECTIVES
-    (3) correction   w(log pi_old - log mu), a constant that multiplies L                                    CORRECTIONS
-    (4) KL           k(log pi_theta - log pi_ref), times a coefficient, and how it is differentiated         KL_ESTIMATORS, KL_GRADIENTS
-    (5) reduction    c_i, one coefficient per rollout; loss = sum over tokens of c_i (w L + beta k - alpha H)    REDUCTIONS
+    (1) log-ratio    l = log pi_theta - log anchor (pi_old or mu), per token or its mean over the rollout      ANCHORS, LEVELS
+    (2) objective    L(l, A), for example -min(r A, clip(r, 1-low, 1+high) A) with r = exp(l)                  OBJECTIVES
+    (3) correction   w(log pi_old - log mu), a constant that multiplies L                                      CORRECTIONS
+    (4) KL           k(log pi_theta - log pi_ref), times a coefficient, and how it is differentiated           KL_ESTIMATORS, KL_GRADIENTS
+    (5) reduction    c_i, one number per rollout; loss = sum over tokens of c_i (w L + beta k - alpha H)       REDUCTIONS
 
 The caller counts tokens, rollouts and prompts over the whole optimizer step, all micro-batches and ranks, before the first
 backward. So sums of micro-batches are the loss: nothing here divides by what happens to be in a micro-batch. A formula that
@@ -272,9 +272,9 @@ OBJECTIVES: dict[str, Objective] = {f.__name__: f for f in (ppo, cispo, reinforc
 
 
 def bounded_weight(log_weight: Tensor, low: float, high: float) -> Tensor:
-    """clip(exp(log_weight), low, high). With high = inf nothing bounds a weight above e^20: it is a broken measurement, and becomes 0."""
+    """clip(exp(log_weight), low, high). Where high is inf, a weight of e^20 or more is a broken measurement, and becomes 0."""
     weight = ratio_of(log_weight).clamp(low, high)
-    return torch.where(weight < math.exp(LOG_RATIO_LIMIT), weight, 0.0)
+    return torch.where(log_weight < LOG_RATIO_LIMIT, weight, 0.0) if math.isinf(high) else weight
 
 
 def no_correction(log_weight: Tensor, tokens: Tokens, low: float, high: float) -> Tensor:
@@ -471,6 +471,7 @@ def policy_loss(
         changed = correction_weight != ratio_of(log_weight) if correction is not no_correction else unsampleable
         metrics: Metrics = {
             "loss": ("sum", loss.detach().double(), 1.0),
+            "logprob": mean(tokens.logprobs),
             "ratio": mean(ratio),
             "ratio_max": ("max", extreme(ratio, trained, -1), 1.0),
             "ratio_min": ("min", extreme(ratio, trained, 1), 1.0),

@@ -51,7 +51,8 @@ def test_clip_fractions_count_only_tokens_whose_gradient_the_clip_removes():
 
 
 def test_reinforce_has_no_ratio():
-    assert run(A, [-0.5, -1, -1.5], P, objective="reinforce").loss == near(0.8333333, **EXACT)
+    outcome = run(A, [-0.5, -1, -1.5], P, objective="reinforce")
+    assert outcome.loss == near(0.8333333, **EXACT) and has(outcome, logprob=-1.0)
 
 
 def test_on_policy_the_gradient_is_minus_the_advantage_and_every_ratio_is_one():

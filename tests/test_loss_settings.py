@@ -93,6 +93,14 @@ def test_gdpo_normalises_named_rewards_apart():
     assert summed.advantages[0] > 1
 
 
+@pytest.mark.parametrize("reduction", grpo.loss.REDUCTIONS)
+def test_the_denominator_counts_the_rows_of_one_optimizer_step_only(reduction):
+    a, b = rollouts([1.0, 0.0], tokens=3), rollouts([1.0, 0.0], index=1, tokens=5)
+    config = grpo.Config(loss=LossConfig(reduction=reduction))
+    both, alone = make_rows([a, b], config.loss, {})[0], make_rows([a], config.loss, {})[0]
+    assert (grpo.row_coefficients(both.take([0, 1]), config) == grpo.row_coefficients(alone, config)).all()
+
+
 def test_old_presets_and_new_ones_are_flags():
     config = grpo.parse("--loss.preset dr_grpo".split())
     assert (config.loss.scale, config.loss.reduction) == ("none", "constant")
