@@ -37,6 +37,7 @@ from torch import Tensor
 import checkpoint
 import cluster
 import loss
+import objectives
 import policy as policies
 from checkpoint import CheckpointConfig
 from cluster import EngineConfig, Plan
@@ -58,26 +59,65 @@ from rollout import (
 from task import Example, Task, TaskConfig, UserError, load_task
 
 
+# what the flags of LossConfig choose from: the daily ones and the long tail (docs/objectives.md)
+OBJECTIVES = loss.OBJECTIVES | objectives.OBJECTIVES
+CORRECTIONS = loss.CORRECTIONS | objectives.CORRECTIONS
+KL_GRADIENTS = loss.KL_GRADIENTS | objectives.KL_GRADIENTS
+PRESETS = loss.PRESETS | objectives.PRESETS
+
+
 @dataclass
 class LossConfig:
-    preset: str = ""  # settings by a method's name: grpo, dr_grpo, dapo, gspo, cispo, reinforce; flags given beside it win
-    objective: str = "ppo"  # ppo, cispo, reinforce
+    preset: str = ""  # settings by a method's name: grpo, dr_grpo, dapo, gspo, cispo, rloo, ... (docs/objectives.md); flags given beside it win
+    objective: str = "ppo"  # ppo, cispo, reinforce; dual_clip, gmpo, sapo, vespo, dppo_tv, clip_cov, ... (docs/objectives.md)
+    objective_params: dict[str, float] = field(default_factory=dict)  # settings the objective has of its own, for example: tau_negative 1.1
     level: str = "token"  # of the ratio: token, or sequence (GSPO)
+    anchor: str = "old"  # the ratio is to the old policy, or to the sampler: gen (no correction then)
     clip_low: float = 0.2  # the ratio is clipped below at 1 - clip_low
     clip_high: float = 0.28  # and above at 1 + clip_high (DAPO's clip-higher)
     reduction: str = "token_mean"  # token_mean, sequence_mean, constant (Dr. GRPO), prompt_mean, sequence_sum
-    baseline: Literal["mean", "leave_one_out"] = "mean"  # of the group
-    divide_by_std: bool = True  # divide advantages by the group's standard deviation
+    reward_from: tuple[float, float] | None = None  # rewards are clamped to this interval and
+    reward_to: tuple[float, float] | None = None  # mapped linearly onto this one
+    overlong_buffer: int = 0  # the last so many tokens before the longest completion cost up to overlong_penalty (DAPO); 0: off
+    overlong_penalty: float = 1.0  # reward lost at the longest completion
+    stop_properly: float = 1.0  # share of its reward that a truncated completion keeps
+    baseline: str = "mean"  # of the group: mean, leave_one_out, length_weighted (OPO); batch_mean; none; or pass_at_k
+    scale: str = "std"  # advantages are divided by the group's std, leave_one_out_std or mean (MaxRL); batch_std; none
     std: Literal["sample", "population"] = "sample"  # divide squared deviations by n - 1, or by n
+    gdpo: bool = False  # normalise every named reward by itself, then add them up (GDPO)
+    whiten: bool = False  # whiten advantages over the tokens of the optimizer step (REINFORCE++)
+    advantage_clip_low: float | None = None  # lower bound of an advantage
+    advantage_clip_high: float | None = None  # upper bound
     no_signal: Literal["drop", "keep"] = "drop"  # groups of equal rewards: absent from every term and denominator, or kept with advantage 0
     overlong_filter: bool = False  # truncated completions stay in their group's baseline and leave loss and denominators
-    correction: str = "none"  # of trainer against engine: none, truncate (TIS), mask (IcePop), sequence_mask
+    correction: str = "none"  # of trainer against engine: none, truncate (TIS), mask (IcePop), sequence_mask, ...
     correction_low: float = 0.0  # lower bound of the correction's weight
     correction_high: float = 2.0  # upper bound
-    kl: str = "k3"  # estimator: k1, k2, k3 (true gradient), k3_naive
+    rejection: str = "none"  # drops tokens or completions besides: veto, opsm, m2po, k3_mean, ...
+    rejection_params: dict[str, float] = field(default_factory=dict)  # its own settings, for example: threshold 0.02
+    sequence_error_limit: float = 0.0  # completions whose mean exp |log pi_old - log mu| is above leave the step (1.5, say); 0: off
+    kl: str = "k3"  # estimator: k1, k2, k3
     kl_coef: float = 0.0  # weight of the KL term to the starting model; 0: no reference model is built
-    entropy_coef: float = 0.0  # weight of an entropy bonus
+    kl_in: str = "loss"  # loss; or subtracted: reward (per completion), advantage (per token), return (the rest of the completion)
+    kl_gradient: str = "true"  # in the loss: true, naive (as written: TRL, verl), score, ratio (DeepSeek-V3.2), ratio_gen
+    kl_input_clamp: float = 20.0  # bound on |log pi - log ref|; inf: off
+    kl_output_clamp: float = 10.0  # bound on the estimate; inf: off
+    entropy_coef: float = 0.0  # weight of an entropy bonus; with entropy_target, the one it starts from
+    entropy_target: float = 0.0  # adapt the coefficient: it grows while the entropy of a step is below this, and is off above; 0: fixed
+    entropy_delta: float = 0.005  # by so much per optimizer step
+    entropy_share: float = 1.0  # only this share of the tokens, of the highest entropy, trains the policy (.2: arXiv 2506.01939); one more forward
+    likelihood_coef: float = 0.0  # weight of -log pi on completions of positive reward (VAPO)
     mismatch_limit: float = 0.0  # stop when mismatch_k3 between engine and trainer exceeds this; 0: 1e-3 in float32, 0.05 in bfloat16
+
+    @property
+    def needs_step(self) -> bool:
+        """Whether something has to know the whole optimizer step before its first micro-batch."""
+        return objectives.needs_step(self.objective, self.correction, self.rejection, self.entropy_share)
+
+    def needs_old(self, updates: int) -> bool:
+        """Whether the old policy has to be scored by its own forward pass, for so many optimizer steps on one batch."""
+        reads_old = self.anchor == "old" or self.rejection != "none" or self.kl_gradient == "ratio"
+        return updates > 1 and reads_old or self.needs_step or self.kl_in != "loss" or self.sequence_error_limit > 0
 
 
 @dataclass
@@ -125,8 +165,6 @@ def check(config: Config) -> None:
     for name in ("steps", "prompts_per_step", "samples_per_prompt", "updates_per_batch", "passes", "max_empty_steps"):
         if getattr(config, name) < 1:
             raise UserError(f"--{name.replace('_', '-')} {getattr(config, name)}: must be at least 1")
-    if config.samples_per_prompt == 1:
-        raise UserError("--samples-per-prompt 1: an advantage relative to its own group is always 0; give at least 2")
     if config.updates_per_batch > config.prompts_per_step:
         raise UserError(f"--updates-per-batch {config.updates_per_batch} exceeds --prompts-per-step {config.prompts_per_step}: a group is never split")
     if config.engine_config.max_num_seqs < config.samples_per_prompt:
@@ -135,17 +173,10 @@ def check(config: Config) -> None:
         raise UserError(f"--sampling.temperature {config.sampling.temperature}: training samples need a temperature above 0 (--eval.temperature 0 is greedy)")
     if config.sampling.max_completion_tokens < 1 or config.sampling.max_prompt_tokens < 1:
         raise UserError("--sampling.max-prompt-tokens and --sampling.max-completion-tokens must be at least 1")
-    settings = dataclasses.asdict(config.loss)
     try:
-        loss.check_names(settings, loss.OBJECTIVES, loss.CORRECTIONS)
+        objectives.validate(vars(config.loss), config.samples_per_prompt, config.sampling.max_completion_tokens)
     except ValueError as error:
         raise UserError(str(error)) from None
-    if config.loss.level == "sequence" and config.loss.reduction == "token_mean":
-        raise UserError("--loss.level sequence (GSPO) is an average over sequences: add --loss.reduction sequence_mean")
-    if config.loss.correction in ("mask", "sequence_mask") and config.loss.correction_low <= 0:
-        raise UserError(f"--loss.correction {config.loss.correction} needs --loss.correction-low above 0")
-    if config.loss.correction_low > config.loss.correction_high:
-        raise UserError("--loss.correction-low exceeds --loss.correction-high")
     if config.out and Path(config.out).exists() and any(Path(config.out).iterdir()) and not config.resume and not config.dry_run:
         raise UserError(f"--out {config.out} is not empty: add --resume to go on with that run, or give another folder")
     if config.resume and not config.out:
@@ -199,6 +230,8 @@ class Run:
     updates: int = 0
     empty_steps: int = 0
     sent: int = -1  # the version the engine holds; -1: never refitted
+    entropy_coef: float = 0.0  # where the adaptive coefficient stands
+    entropy_bonus: float = 0.0  # what of it applies to the next optimizer step
 
     @property
     def parameter_names(self) -> dict[torch.nn.Parameter, str]:
@@ -258,6 +291,7 @@ def setup(config: Config) -> Run:
         else:
             engine = HFEngine(policy.model, tokenizer, policy.set_sampling, config.engine_config.hf_batch)
         run = Run(config, plan, out, task, examples, renderer, tokenizer, policy, reference, optimizer, engine, refit, server, log, Timer(), total)
+        run.entropy_coef = run.entropy_bonus = config.loss.entropy_coef
         if resumed:
             restore(run, resumed)
         return run
@@ -318,6 +352,7 @@ class Rows:
     """What a step trains on: rollouts with their advantages and weights; members of a group stand together."""
 
     rollouts: list[Rollout]
+    rewards: np.ndarray  # (R,) after scaling and shaping
     advantages: np.ndarray  # (R,)
     weights: np.ndarray  # (R,) 1, or 0 for rows that leave loss and denominators
 
@@ -329,18 +364,48 @@ class Rows:
         return list(found.values())
 
     def take(self, rows: Sequence[int]) -> "Rows":
-        return Rows([self.rollouts[r] for r in rows], self.advantages[list(rows)], self.weights[list(rows)])
+        return Rows([self.rollouts[r] for r in rows], self.rewards[list(rows)], self.advantages[list(rows)], self.weights[list(rows)])
 
 
-def make_rows(groups: Sequence[Sequence[Rollout]], config: LossConfig, reward_weights: dict[str, float]) -> tuple[Rows, Metrics]:
-    """Rollouts with advantages. Failed rollouts are in no baseline; groups without signal are dropped or kept as configured."""
+def shape(rewards: np.ndarray, rollouts: Sequence[Rollout], config: LossConfig, longest: int) -> np.ndarray:
+    """(R,) rewards scaled, then shaped by length."""
+    if config.reward_from is not None and config.reward_to is not None:
+        rewards, _ = objectives.scale_rewards(rewards, config.reward_from, config.reward_to)
+    rewards = objectives.stop_properly(rewards, np.array([r.truncated for r in rollouts], dtype=bool), config.stop_properly)
+    if config.overlong_buffer:
+        lengths = np.array([sum(r.sampled) for r in rollouts])
+        rewards = rewards + objectives.soft_overlong_penalty(lengths, longest, config.overlong_buffer, config.overlong_penalty)
+    return rewards
+
+
+def advantages_of(rollouts: Sequence[Rollout], rewards: np.ndarray, config: LossConfig, reward_weights: dict[str, float]) -> np.ndarray:
+    """(R,) of whole groups."""
+    ids = np.array([r.index for r in rollouts])
+    lengths = np.array([sum(r.sampled) for r in rollouts])
+    settings: dict[str, Any] = dict(baseline=config.baseline, scale=config.scale, population=config.std == "population", row_tokens=lengths)
+    if config.gdpo:
+        components = {name: np.array([r.rewards.get(name, 0.0) for r in rollouts]) for name in {n for r in rollouts for n in r.rewards}}
+        advantages = objectives.gdpo(components, ids, {name: reward_weights.get(name, 1.0) for name in components}, **settings)
+    else:
+        advantages = objectives.advantages(rewards, ids, **settings)
+    low, high = config.advantage_clip_low, config.advantage_clip_high
+    return advantages.clip(-math.inf if low is None else low, math.inf if high is None else high)
+
+
+def make_rows(
+    groups: Sequence[Sequence[Rollout]], config: LossConfig, reward_weights: dict[str, float], longest: int = 0
+) -> tuple[Rows, Metrics]:
+    """Rollouts with advantages. Failed rollouts are in no baseline; groups without signal are dropped or kept as configured.
+
+    Signal is a matter of the rewards as the environment gave them: shaping (longest: of a completion, in tokens) changes advantages only.
+    """
     usable = [r for group in groups for r in group if not r.failure and any(r.sampled)]
     rewards = np.array([r.reward(reward_weights) for r in usable], dtype=np.float64)
     if not np.isfinite(rewards).all():
         raise ValueError(f"a reward is not finite: {usable[int(np.flatnonzero(~np.isfinite(rewards))[0])].rewards}")
-    ids = np.array([r.index for r in usable])
-    advantages = loss.group_advantages(rewards, ids, config.baseline == "leave_one_out", config.divide_by_std, config.std == "population")
-    signal = loss.has_signal(rewards, ids)
+    signal = loss.has_signal(rewards, np.array([r.index for r in usable]))
+    shaped = shape(rewards, usable, config, longest)
+    advantages = advantages_of(usable, shaped, config, reward_weights) if usable else np.zeros(0)
     metrics = Metrics()
     for group in groups:
         members = [i for i, r in enumerate(usable) if r.index == group[0].index]
@@ -348,7 +413,7 @@ def make_rows(groups: Sequence[Sequence[Rollout]], config: LossConfig, reward_we
         metrics.mean("groups/solved", float(bool(members) and all(rewards[i] == rewards[members].max() > 0 for i in members)))
     kept = [i for i in range(len(usable)) if signal[i] or config.no_signal == "keep"]
     weights = np.array([0.0 if config.overlong_filter and r.truncated else 1.0 for r in usable])
-    rows = Rows(usable, advantages, weights).take(kept)
+    rows = Rows(usable, shaped, advantages, weights).take(kept)
     if len(kept):
         metrics.mean("advantage_abs", float(np.abs(rows.advantages).sum()), len(kept))
         metrics.max("advantage_max", float(rows.advantages.max()))
@@ -372,10 +437,12 @@ def update(run: Run, rows: Rows) -> Metrics:
         with run.timer("reference"):
             for batch in (b for batches in packed for b in batches):
                 (batch.logprobs_ref,) = policies.score(run.reference, [batch])
-    if splits * config.passes > 1:  # frozen before the first update; with a single update the present policy is the old one
+    if config.loss.needs_old(splits * config.passes):  # frozen before the first update; with a single one the present policy is the old one
         with run.timer("old_logprobs"):
             for batch in (b for batches in packed for b in batches):
                 (batch.logprobs_old,) = policies.score(run.policy, [batch])
+    for part, batches in zip(parts, packed):
+        metrics.add(after_scoring(run, part, batches))
     for number in range(splits * config.passes):
         part, batches = parts[number % splits], packed[number % splits]
         if part.weights.any():
@@ -383,22 +450,81 @@ def update(run: Run, rows: Rows) -> Metrics:
     return metrics
 
 
+def after_scoring(run: Run, rows: Rows, batches: list[Batch]) -> Metrics:
+    """What advantages and weights owe to log-probabilities: KL in the reward, and completions that engine and trainer score too differently."""
+    settings, metrics = run.config.loss, Metrics()
+    if settings.kl_in == "reward":
+        for batch in batches:
+            kl = objectives.kl_in_reward(batch.logprobs_old, batch.logprobs_ref, batch.row_ids, len(batch.rows), settings.kl)
+            rows.rewards[batch.rows] -= settings.kl_coef * kl.double().cpu().numpy()
+            metrics.mean("kl_reward", float(kl.sum()), len(kl))
+        rows.advantages = advantages_of(rows.rollouts, rows.rewards, settings, run.task.reward_weights)
+    if settings.sequence_error_limit:
+        error = np.zeros(len(rows.rollouts))
+        for batch in batches:
+            error[batch.rows] = objectives.sequence_error(batch.logprobs_old, batch.logprobs_gen, batch.row_ids, len(batch.rows)).cpu().numpy()
+        keep, found = objectives.drop_by_sequence_error(error, rows.weights != 0, rows.rewards, settings.sequence_error_limit)
+        rows.weights = np.where(keep, rows.weights, 0.0)
+        metrics.add(found)
+    return metrics
+
+
+def prepare(run: Run, rows: Rows, batches: list[Batch], weights: Tensor) -> list[tuple[Tensor, loss.StepValues]]:
+    """For each micro-batch the advantages of its tokens (N,), and what a setting must know about the whole optimizer step."""
+    settings, device = run.config.loss, run.policy.device
+    row_ids = [torch.tensor(batch.rows, device=device)[batch.row_ids] for batch in batches]  # (N,) rows of the step
+    of_rows = torch.tensor(rows.advantages, dtype=torch.float32, device=device)  # (R,)
+    advantages = [of_rows[ids] for ids in row_ids]
+    if settings.kl_in in ("advantage", "return"):
+        for batch, values in zip(batches, advantages):
+            kl = objectives.kl_in_reward(batch.logprobs_old, batch.logprobs_ref, batch.row_ids, len(batch.rows), settings.kl, settings.kl_in)
+            values -= settings.kl_coef * kl
+    sizes, ids = [len(values) for values in advantages], torch.cat(row_ids)
+    trained = weights[ids] != 0
+    if settings.whiten:
+        advantages = list(objectives.whiten(torch.cat(advantages), trained).split(sizes))
+    if not settings.needs_step:
+        return [(values, loss.StepValues()) for values in advantages]
+    now = [(batch.logprobs_old, None) for batch in batches]
+    if settings.entropy_share < 1 or ("objective", settings.objective) in objectives.PREPARATIONS:  # these ask the policy as it is now
+        with torch.no_grad():
+            now = [run.policy(batch) for batch in batches]
+    logprobs, old, gen = (torch.cat(values) for values in ([n[0] for n in now], [b.logprobs_old for b in batches], [b.logprobs_gen for b in batches]))
+    entropy = None if now[0][1] is None else torch.cat([n[1] for n in now])
+    tokens = loss.Tokens(logprobs, old, gen, torch.cat(advantages), ids, len(weights), trained, entropy)
+    keys = torch.tensor([r.index * run.config.samples_per_prompt + r.sample for r in rows.rollouts], device=device)
+    positions = torch.cat([batch.position_ids[batch.source] for batch in batches])
+    step = objectives.prepare(
+        tokens, objective=settings.objective, objective_params=settings.objective_params, clip_low=settings.clip_low, clip_high=settings.clip_high,
+        correction=settings.correction, correction_low=settings.correction_low, correction_high=settings.correction_high,
+        rejection=settings.rejection, rejection_params=settings.rejection_params, entropy_share=settings.entropy_share,
+        uniform=objectives.keyed_uniform(run.config.seed, run.updates, keys[ids], positions),
+    )  # fmt: skip
+    ends = np.cumsum(sizes)
+    return [(values, step[end - size : end]) for values, size, end in zip(advantages, sizes, ends)]
+
+
 def one_update(run: Run, rows: Rows, batches: list[Batch], check_mismatch: bool) -> Metrics:
     """One optimizer step: gradients of all micro-batches added up, then one clip and one AdamW step."""
     settings, metrics = run.config.loss, Metrics()
     device = run.policy.device
     coefficients = torch.tensor(row_coefficients(rows, run.config), dtype=torch.float32, device=device)  # (R,)
-    advantages = torch.tensor(rows.advantages, dtype=torch.float32, device=device)  # (R,)
+    likelihood = torch.tensor(likelihood_coefficients(rows, settings.likelihood_coef), dtype=torch.float32, device=device)  # (R,)
+    objective = objectives.bind(OBJECTIVES[settings.objective], settings.objective_params)
+    rejection = objectives.bind(objectives.REJECTIONS[settings.rejection], settings.rejection_params)
+    correction = objectives.combine(CORRECTIONS[settings.correction], rejection)
     with run.timer("training"):
-        for batch in batches:
+        for batch, (advantages, step) in zip(batches, prepare(run, rows, batches, coefficients)):
             logprobs, entropy = run.policy(batch)  # (N,), (N,)
             old = logprobs.detach() if batch.logprobs_old is None else batch.logprobs_old
             own = torch.tensor(batch.rows, device=device)  # rows of this micro-batch
             value, found = loss.policy_loss(
-                logprobs, old, batch.logprobs_gen, batch.logprobs_ref, entropy, advantages[own][batch.row_ids], coefficients[own], batch.row_ids,
-                objective=loss.OBJECTIVES[settings.objective], level=settings.level, clip_low=settings.clip_low, clip_high=settings.clip_high,
-                correction=loss.CORRECTIONS[settings.correction], correction_low=settings.correction_low, correction_high=settings.correction_high,
-                kl=settings.kl, kl_coef=settings.kl_coef, entropy_coef=settings.entropy_coef,
+                logprobs, old, batch.logprobs_gen, batch.logprobs_ref, entropy, advantages, coefficients[own], batch.row_ids,
+                objective=objective, level=settings.level, clip_low=settings.clip_low, clip_high=settings.clip_high, anchor=settings.anchor,
+                correction=correction, correction_low=settings.correction_low, correction_high=settings.correction_high,
+                kl=settings.kl, kl_coef=settings.kl_coef if settings.kl_in == "loss" else 0.0, kl_gradient=KL_GRADIENTS[settings.kl_gradient],
+                kl_input_clamp=settings.kl_input_clamp, kl_output_clamp=settings.kl_output_clamp, entropy_coef=run.entropy_bonus,
+                likelihood=likelihood[own] if settings.likelihood_coef else None, step=step,
             )  # fmt: skip
             if not torch.isfinite(value):
                 raise FloatingPointError(f"the loss of a micro-batch is {value.item()}: no optimizer step was taken; the last checkpoint stands")
@@ -411,6 +537,12 @@ def one_update(run: Run, rows: Rows, batches: list[Batch], check_mismatch: bool)
         lr = policies.learning_rate(run.updates, run.total * run.config.updates_per_batch * run.config.passes, run.config.optim)
         norm = policies.optimizer_step(run.policy, run.optimizer, lr, run.config.optim.clip_norm)
     run.updates += 1
+    metrics.mean("entropy_coef", run.entropy_bonus)
+    if settings.entropy_target:
+        entropy = metrics.result()["entropy"]
+        run.entropy_coef, run.entropy_bonus = objectives.adaptive_entropy_coef(
+            run.entropy_coef, entropy, settings.entropy_target, settings.entropy_delta
+        )
     metrics.mean("grad_norm", norm)
     metrics.mean("lr", lr)
     metrics.sum("updates", 1)
@@ -431,6 +563,13 @@ def row_coefficients(rows: Rows, config: Config) -> np.ndarray:
     return reduced.numpy() * rows.weights
 
 
+def likelihood_coefficients(rows: Rows, coef: float) -> np.ndarray:
+    """(R,) coef / tokens of all completions of positive reward, on exactly those."""
+    positive = (rows.rewards > 0) & (rows.weights != 0)
+    tokens = sum(sum(r.sampled) for r, p in zip(rows.rollouts, positive) if p)
+    return coef * positive / max(1, tokens)
+
+
 def stop_on_mismatch(run: Run, k3: float) -> None:
     """The canary: engine and trainer score the same tokens with the same weights, so anything but rounding is a bug."""
     limit = run.config.loss.mismatch_limit or (1e-3 if run.policy.compute_dtype == torch.float32 else 0.05)
@@ -446,7 +585,7 @@ def train_step(run: Run) -> tuple[Metrics, list[list[Rollout]]]:
     refit_if_stale(run)
     groups = sample(run)
     metrics = rollout_metrics(groups, run.task.reward_weights)
-    rows, found = make_rows(groups, run.config.loss, run.task.reward_weights)
+    rows, found = make_rows(groups, run.config.loss, run.task.reward_weights, run.config.sampling.max_completion_tokens)
     metrics.add(found)
     if rows.weights.any():
         run.empty_steps = 0
@@ -510,12 +649,15 @@ def describe(run: Run, rollout: Rollout) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------------ checkpoints
 
 
+COUNTERS = ("step", "cursor", "updates", "empty_steps", "entropy_coef", "entropy_bonus")  # the state of a run besides weights and optimizer
+
+
 def save_checkpoint(run: Run) -> None:
     def write(folder: Path) -> None:
         policies.export(run.policy, folder / "model", run.tokenizer, torch.float32)
         checkpoint.save_optimizer(run.optimizer, run.parameter_names, folder / "optimizer.safetensors")
 
-    counters = {name: getattr(run, name) for name in ("step", "cursor", "updates", "empty_steps")}
+    counters = {name: getattr(run, name) for name in COUNTERS}
     versions = {name: sys.modules[name].__version__ for name in ("torch", "transformers", "numpy")}
     state = {**counters, "random": checkpoint.random_state(), "config": dataclasses.asdict(run.config), "versions": versions}
     with run.timer("checkpoint"):
@@ -540,7 +682,7 @@ def find_checkpoint(config: Config, out: Path) -> Path | None:
 def restore(run: Run, folder: Path) -> None:
     """Counters, optimizer and random state; the weights were loaded with the policy."""
     state = json.loads((folder / "state.json").read_text())
-    for name in ("step", "cursor", "updates", "empty_steps"):
+    for name in COUNTERS:
         setattr(run, name, state[name])
     checkpoint.load_optimizer(run.optimizer, run.parameter_names, folder / "optimizer.safetensors")
     checkpoint.restore_random_state(state["random"])
@@ -564,6 +706,7 @@ def train(run: Run) -> dict[str, float]:
         start = time.perf_counter()
         metrics, groups = train_step(run)
         numbers = metrics.result()
+        numbers |= loss.derived_metrics(numbers)
         last = run.step == run.total
         if config.eval.every and (last or run.step % config.eval.every == 0):
             numbers |= evaluate(run)
@@ -601,9 +744,9 @@ def step_line(run: Run, numbers: dict[str, float]) -> str:
 def parse(arguments: Sequence[str]) -> Config:
     """The command line. A preset becomes the default of the loss settings, so that flags beside it win."""
     preset = next((b for a, b in zip(arguments, arguments[1:]) if a == "--loss.preset"), "")
-    if preset and preset not in loss.PRESETS:
-        raise UserError(f"--loss.preset {preset}: give one of {', '.join(loss.PRESETS)}")
-    default = Config(loss=LossConfig(preset=preset, **loss.PRESETS.get(preset, {})))  # type: ignore[arg-type]
+    if preset and preset not in PRESETS:
+        raise UserError(f"--loss.preset {preset}: give one of {', '.join(PRESETS)}")
+    default = Config(loss=LossConfig(preset=preset, **PRESETS.get(preset, {})))  # type: ignore[arg-type]
     return tyro.cli(Config, args=list(arguments), default=default, description=__doc__)
 
 

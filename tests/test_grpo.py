@@ -208,7 +208,7 @@ def test_dropped_groups_leave_every_term_and_denominator():
 def test_overlong_rows_stay_in_the_baseline_and_leave_the_denominator():
     group = rollouts([1.0, 0.0, 0.0])
     group[2].finish = "length"
-    rows, _ = make_rows([group], LossConfig(overlong_filter=True, divide_by_std=False), {})
+    rows, _ = make_rows([group], LossConfig(overlong_filter=True, scale="none"), {})
     assert list(np.round(rows.advantages, 6)) == [0.666667, -0.333333, -0.333333]
     assert list(row_coefficients(rows, Config())) == [0.25, 0.25, 0.0]
 
