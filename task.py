@@ -61,6 +61,7 @@ class TaskConfig:
     system_prompt: str | None = None  # opens every conversation; off: the task's own, or none
     few_shot: int | None = None  # worked examples in the prompt; off: the task's own number
     max_turns: int | None = None  # assistant turns per episode; off: the task's own
+    max_turn_tokens: int | None = None  # tokens of one assistant turn; a turn cut by it ends its episode; off: the task's own
     weights: tuple[float, ...] = ()  # shares of the tasks joined by + in --task, to one percent; off: equal
     extra_rewards: tuple[str, ...] = ()  # more named rewards on the last answer: path.py:function, judge:URL, reward_model:FOLDER_OR_URL
     reward_weights: dict[str, float] = field(default_factory=dict)  # weight of a reward by its name; off: the task's own, or 1
@@ -112,6 +113,7 @@ class Task:
     environment: Callable[[], Environment]
     eval: Sequence[Example] = ()
     max_turns: int = 1  # assistant turns per episode; an episode still open after them is truncated
+    max_turn_tokens: int | None = None  # tokens of one assistant turn; off: what is left of the episode's
     stop: list[str] = field(default_factory=list)  # stop strings of the first turn
     tools: list[dict[str, Any]] | None = None  # tool schemas for the chat template
     tool_prompt: str | None = None  # added to the system message where the chat template does not know tools
@@ -254,6 +256,7 @@ def arith(config: TaskConfig) -> Task:
         train=[example(a, b) for a, b in pairs if (a, b) not in held_out],
         eval=[example(a, b) for a, b in pairs if (a, b) in held_out],
         environment=lambda: SingleTurn(exact_integer),
+        checks=[(example(2, 2), "4", 1.0), (example(2, 2), "5", 0.0)],
     )
 
 
@@ -397,6 +400,7 @@ def mixture(tasks: Sequence[Task], weights: Sequence[float] = ()) -> Task:
         eval=[named(task, example) for task in tasks for example in task.eval],
         environment=lambda: Mixed(by_name),
         max_turns=max(task.max_turns for task in tasks),
+        max_turn_tokens=max((task.max_turn_tokens or 0 for task in tasks)) if all(task.max_turn_tokens for task in tasks) else None,
         tools=tasks[0].tools,
         tool_prompt=tasks[0].tool_prompt,
         reward_weights=reward_weights,
@@ -568,7 +572,8 @@ def load_one(spec: str, config: TaskConfig) -> Task:
             task = table_task(function.__name__, config.data, config, isolated(function, path, config))
     if not task.train:
         raise UserError(f"--task {spec}: no training examples; check --task.data")
-    return task if config.max_turns is None else replace(task, max_turns=config.max_turns)
+    limits = {"max_turns": config.max_turns, "max_turn_tokens": config.max_turn_tokens}
+    return replace(task, **{name: limit for name, limit in limits.items() if limit is not None})
 
 
 def load_reward(spec: str, config: TaskConfig) -> Reward:

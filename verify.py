@@ -11,7 +11,7 @@
     ok            1       equal to the reference
     wrong         0       not equal
     no_answer     0       no complete marker, or nothing in it
-    timeout       0       the answer used up its time or memory; its worker was killed
+    timeout       0       the answer used up its time or memory and its worker was killed, or it ended its worker itself
     error         none    the verifier failed: the rollout is excluded (VerifierError); after 32 in a row the run stops (UserError)
 
 A worker is one process at the other end of two pipes. Requests go down as pickles; replies come up as JSON, because a worker that
@@ -32,6 +32,7 @@ import ctypes
 import functools
 import inspect
 import json
+import logging
 import os
 import pickle
 import platform
@@ -339,6 +340,8 @@ def _symbolic(reference: str, answer: str) -> bool:
     import math_verify  # half a second: only workers pay it
     import sympy
 
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns at every call that its own time limits are off
+
     def parsed(text: str) -> list[Any]:
         # its own time limits are signals, which work in a main thread only and cancel other people's alarms: both are off
         return [p for p in math_verify.parse(f"${text}$", parsing_timeout=None, raise_on_error=False) if not isinstance(p, str)]
@@ -387,10 +390,12 @@ async def check_batch(references: Sequence[Any], completions: Sequence[str], mar
     Raises:
         VerifierError: every single one is an error: a batch of zeros would look like a batch of wrong answers.
     """
-    pairs, verdicts = list(zip(references, completions, strict=True)), []
-    for start in range(0, len(pairs), 200):  # a few milliseconds of comparisons at a time, so that others get their turn
-        verdicts += await asyncio.gather(*(check(r, c, marker, deadline) for r, c in pairs[start : start + 200]))
-        await asyncio.sleep(0)
+    checks = []
+    for number, (reference, completion) in enumerate(zip(references, completions, strict=True), 1):
+        checks.append(asyncio.create_task(check(reference, completion, marker, deadline)))
+        if number % 20 == 0:
+            await asyncio.sleep(0)  # a millisecond or two of comparisons, then others get their turn
+    verdicts = await asyncio.gather(*checks)
     if verdicts and all(v.status == "error" for v in verdicts):
         raise VerifierError(f"all {len(verdicts)} verifications failed; the first: {verdicts[0].detail}")
     return verdicts
@@ -445,7 +450,7 @@ class Workers:
         locked: without network, writing, or other processes (see the header). Refused where the kernel cannot, see `can_lock`.
     """
 
-    breaker = 32  # failures in a row after which the run stops
+    breaker = 32  # errors in a row after which the run stops
 
     def __init__(self, target: str, count: int = 2, deadline: float = 10.0, memory: int = 2 << 30, fresh: bool = False, locked: bool = False):
         if locked and (reason := can_lock()):
@@ -623,9 +628,9 @@ def work(options: dict[str, Any]) -> None:
     os.dup2(null, 0)
     os.dup2(2, 1)  # what a scorer prints is not a reply
     die_with(options["parent"])
+    os.nice(5)  # an event loop that wakes up comes before a worker that grinds
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (options["memory"], options["memory"]))
-    sys.setrecursionlimit(10_000)
     try:
         function, _, _ = find_function(options["target"], "worker")
         getattr(function, "warm", lambda: None)()
@@ -707,8 +712,7 @@ def _frame_of_fork(function: Any, payload: bytes, options: dict[str, Any], descr
     if reason == "timeout":
         return _frame({"status": "timeout", "detail": f"more than {options['deadline']} s"})
     if len(received) < 4 or len(received) != 4 + struct.unpack(">I", received[:4])[0]:
-        killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) in (signal.SIGXCPU, signal.SIGKILL)
-        return _frame({"status": "timeout" if killed else "error", "detail": f"the process ended without a reply (wait status {status})"})
+        return _frame({"status": "timeout", "detail": f"the process ended without a reply (wait status {status})"})
     return bytes(received)
 
 
