@@ -563,7 +563,12 @@ def load_one(spec: str, config: TaskConfig) -> Task:
         function, path, argument = find_function(spec, "--task")
         parameters = list(inspect.signature(function).parameters)
         if len(parameters) == 1 or parameters[0] == "config":
-            task = function(config, argument) if len(parameters) > 1 else function(config)
+            try:
+                task = function(config, argument) if argument else function(config)
+            except TypeError as error:
+                if "positional argument" not in str(error):
+                    raise
+                raise UserError(f"--task {spec}: {error}; an argument follows a colon, as in {name}:something") from error
             if not isinstance(task, Task):
                 raise UserError(f"--task {spec}: {function.__name__}(config) must return a Task, got {type(task).__name__}")
         elif config.data is None:
@@ -605,7 +610,7 @@ def find_function(spec: str, flag: str, default: str | None = None) -> tuple[Any
     else:
         function_name, path = default or name, HERE / "tasks" / f"{name}.py"
         if not name.isidentifier() or not path.exists():
-            known = [*TASKS, *sorted(p.stem for p in (HERE / "tasks").glob("*.py"))]
+            known = [*TASKS, *sorted(p.stem for p in (HERE / "tasks").glob("*.py") if not p.stem.endswith("_env"))]
             raise UserError(f"{flag} {spec}: no such task; give one of {', '.join(known)}, or path/to/file.py:name")
     function = getattr(load_file(path.resolve()), function_name, None)
     if not callable(function):
