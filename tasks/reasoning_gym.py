@@ -2,9 +2,11 @@
 
     --task reasoning_gym:chain_sum
     --task reasoning_gym:chain_sum:min_terms=2,max_terms=2,min_digits=1,max_digits=1       settings of the data set
+    --task reasoning_gym:countdown:size=200                                                how many training items (some take 0.1 s each to make)
 
 Training items come from seeds 0.., held-out ones from far away: the package makes item i of seed s from s + i, so neighbouring seeds
-would share nearly all their items. Held-out questions that also occur in training are dropped.
+would share nearly all their items. Held-out questions that also occur in training are dropped; where too few are left, because the
+data set knows only so many questions, a fifth of the questions is set apart instead.
 
 Scores run in locked worker processes, a fork each: several of the package's scorers evaluate what the model wrote, as Python. For those
 the answer must moreover look like data (no attributes, no dunders, no calls but sqrt, sin, ...); see verify.py for what remains possible.
@@ -17,9 +19,9 @@ import re
 from typing import Any
 
 from task import Example, Reward, SingleTurn, Step, Task, TaskConfig, UserError, user
-from verify import can_lock, extract, rates, Verdict, VerifierError, workers
+from verify import Verdict, VerifierError, can_lock, extract, rates, workers
 
-SIZE, EVAL_SEED = 2000, 1_000_000_000
+SIZE, EVAL_SEED = 1000, 1_000_000_000
 EVALUATES = {  # data sets whose scorers evaluate the answer as code
     "binary_matrix",
     "countdown",
@@ -43,20 +45,37 @@ def reasoning_gym(config: TaskConfig, argument: str) -> Task:
     if name in EVALUATES and can_lock() and not config.unsafe_tools:
         raise UserError(f"--task reasoning_gym:{name}: its scorer evaluates what the model wrote, and cannot be contained here: {can_lock()} (--task.unsafe-tools)")
     options = tuple(sorted((key.strip(), read_value(value)) for key, _, value in (pair.partition("=") for pair in settings.split(",") if pair)))
-    train, held_out = items(name, options, 0, SIZE), items(name, options, EVAL_SEED, config.eval_size)
-    seen = {item["question"] for item in train}
+    size = int(dict(options).get("size", SIZE))
+    options = tuple((key, value) for key, value in options if key != "size")
+    train, held_out = items(name, options, 0, size), items(name, options, EVAL_SEED, min(config.eval_size, max(1, size // 5)))
+    train, kept = split_by_question(train, held_out)
     instruction = config.system_prompt or INSTRUCTION
 
     def example(item: dict[str, Any]) -> Example:
         return Example([{"role": "system", "content": instruction}, user(item["question"])], answer=item["answer"], extra=item)
 
-    kept = [item for item in held_out if item["question"] not in seen]
     reward = score(name, options, config.reward_deadline, locked=not can_lock())
     task = Task(f"reasoning_gym:{name}", [example(i) for i in train], lambda: SingleTurn(reward), [example(i) for i in kept])
-    task.dropped = {"held-out questions seen in training": len(held_out) - len(kept)} if len(held_out) > len(kept) else {}
     right = [item for item in train[:20] if item["answer"] is not None][:2]
     task.checks = [(example(item), f"<answer>{item['answer']}</answer>", 1.0) for item in right] + [(example(train[0]), "no marker", 0.0)]
     return task
+
+
+def split_by_question(train: list[dict[str, Any]], held_out: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Training and held-out items that have no question in common.
+
+    >>> items = [{"question": q} for q in "abcdeabcde"]
+    >>> train, held_out = split_by_question(items, items[:3])
+    >>> [item["question"] for item in train], [item["question"] for item in held_out]
+    (['a', 'b', 'c', 'd', 'a', 'b', 'c', 'd'], ['e'])
+    """
+    questions = list(dict.fromkeys(item["question"] for item in train))
+    unseen = [item for item in held_out if item["question"] not in set(questions)]
+    if len(unseen) >= len(held_out) / 2:
+        return train, unseen
+    apart = set(questions[len(questions) - len(questions) // 5 :])
+    one_each = {item["question"]: item for item in train if item["question"] in apart}
+    return [item for item in train if item["question"] not in apart], list(one_each.values())
 
 
 def read_value(text: str) -> Any:
