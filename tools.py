@@ -80,6 +80,8 @@ def calculate(expression: str) -> str:
     try:
         if len(expression) > 200:
             raise ValueError("the expression is longer than 200 characters")
+        if re.search(r"\d(?![eE][\d+-])[A-Za-z_]", expression):
+            raise ValueError("a number runs into a letter; write * between them")
         text = expression.strip().replace("^", "**").replace("\u00d7", "*").replace("\u00f7", "/").replace("\u2212", "-")
         value = _value(ast.parse(re.sub(r"(?<=\d),(?=\d{3}\b)", "", text), mode="eval").body)
         return str(value) if isinstance(value, int) else f"{value:.12g}"
