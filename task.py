@@ -35,7 +35,7 @@ import random
 import re
 import sys
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from pathlib import Path
@@ -400,12 +400,12 @@ def mixture(tasks: Sequence[Task], weights: Sequence[float] = ()) -> Task:
         eval=[named(task, example) for task in tasks for example in task.eval],
         environment=lambda: Mixed(by_name),
         max_turns=max(task.max_turns for task in tasks),
-        max_turn_tokens=max((task.max_turn_tokens or 0 for task in tasks)) if all(task.max_turn_tokens for task in tasks) else None,
+        max_turn_tokens=max(task.max_turn_tokens or 0 for task in tasks) if all(task.max_turn_tokens for task in tasks) else None,
         tools=tasks[0].tools,
         tool_prompt=tasks[0].tool_prompt,
         reward_weights=reward_weights,
         dropped={f"{task.name}: {reason}": count for task in tasks for reason, count in task.dropped.items()},
-        checks=[(named(task, example), *rest) for task in tasks for example, *rest in task.checks],
+        checks=[(named(task, example), answer, worth) for task in tasks for example, answer, worth in task.checks],
         parts=[(task.name, len(task.train), weight) for task, weight in zip(tasks, weights, strict=True)],
     )
 
@@ -418,7 +418,7 @@ class Mixed:
         self.inner: Environment | None = None
 
     async def reset(self, example: Example, seed: int) -> list[Message]:
-        self.task, self.turns, self.rewards = self.tasks[example.task], 0, Counter[str]()
+        self.task, self.turns, self.rewards = self.tasks[example.task], 0, dict[str, float]()
         self.inner = self.task.environment()
         return await self.inner.reset(example, seed)
 
@@ -427,7 +427,7 @@ class Mixed:
         step = await self.inner.step(message)
         self.turns += 1
         late = not step.done and self.turns >= self.task.max_turns  # the mixture's own limit is that of its longest task
-        self.rewards.update(step.rewards)
+        self.rewards |= {name: self.rewards.get(name, 0.0) + value for name, value in step.rewards.items()}
         by_task = {f"{self.task.name}/{name}": value for name, value in self.rewards.items()}
         by_task[f"{self.task.name}/reward"] = total(self.rewards, self.task.reward_weights)
         return replace(step, done=step.done or late, truncated=step.truncated or late, metrics=step.metrics | by_task)
@@ -473,6 +473,37 @@ def position(task: Task, seed: int, index: int) -> int:
     part = order[place]
     epoch, place = divmod(block * counts[part] + order[:place].count(part), parts[part][1])
     return sum(size for _, size, _ in parts[:part]) + permutation(parts[part][1], seed, part, epoch)[place]
+
+
+def next_position(task: Task, seed: int, index: int, retired: Collection[int] = frozenset()) -> tuple[int, int]:
+    """The first position from `index` on whose example is not retired, and the index after it.
+
+    Raises:
+        UserError: every training example is retired.
+    """
+    if len(retired) >= len(task.train):
+        raise UserError(f"all {len(task.train)} training prompts are solved and retired: there is nothing left to train on")
+    while (found := position(task, seed, index)) in retired:
+        index += 1
+    return found, index + 1
+
+
+def keep(task: Task, fits: Callable[[Example], bool], reason: str) -> Task:
+    """The task without the examples that do not fit; what was dropped is counted under `reason`, training and held out apart."""
+    train, held_out = [[fits(example) for example in part] for part in (task.train, task.eval)]
+    ends = [sum(size for _, size, _ in task.parts[: i + 1]) for i in range(len(task.parts))]
+    parts = [(name, sum(train[end - size : end]), weight) for (name, size, weight), end in zip(task.parts, ends, strict=True)]
+    for name, size, _ in parts:
+        if not size:
+            raise UserError(f"no training example of {name} is left: all were dropped ({reason})")
+    counts = {reason: train.count(False), f"held out: {reason}": held_out.count(False)}
+    return replace(
+        task,
+        train=[example for example, fit in zip(task.train, train) if fit],
+        eval=[example for example, fit in zip(task.eval, held_out) if fit],
+        parts=parts,
+        dropped=task.dropped | {name: count for name, count in counts.items() if count},
+    )
 
 
 # ------------------------------------------------------------------------------------------------ evaluation
@@ -577,8 +608,8 @@ def load_one(spec: str, config: TaskConfig) -> Task:
             task = table_task(function.__name__, config.data, config, isolated(function, path, config))
     if not task.train:
         raise UserError(f"--task {spec}: no training examples; check --task.data")
-    limits = {"max_turns": config.max_turns, "max_turn_tokens": config.max_turn_tokens}
-    return replace(task, **{name: limit for name, limit in limits.items() if limit is not None})
+    task = task if config.max_turns is None else replace(task, max_turns=config.max_turns)
+    return task if config.max_turn_tokens is None else replace(task, max_turn_tokens=config.max_turn_tokens)
 
 
 def load_reward(spec: str, config: TaskConfig) -> Reward:

@@ -93,7 +93,7 @@ def calculate(expression: str) -> str:
 
 def _value(node: ast.expr) -> int | float:
     if isinstance(node, ast.Constant) and type(node.value) in (int, float):
-        value = node.value
+        value: Any = node.value
     elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.UAdd):
         value = -_value(node.operand) if isinstance(node.op, ast.USub) else _value(node.operand)
     elif isinstance(node, ast.BinOp) and type(node.op) in _BINARY:

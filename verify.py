@@ -87,7 +87,8 @@ def last_boxed(text: str) -> str | None:
     >>> [last_boxed(t) for t in (r"\\boxed{\\frac{1}{2}}", r"\\boxed{41} wait \\boxed{42}", r"\\boxed{\\boxed{42}}", r"\\boxed{42", r"\\boxed 5", r"\\boxed{\\{1,2\\}}")]
     ['\\\\frac{1}{2}', '42', '42', None, '5', '\\\\{1,2\\\\}']
     """
-    found, opened = None, []  # for every brace open at this point: where its box's content starts, or -1
+    found: str | None = None
+    opened: list[int] = []  # for every brace open at this point: where its box's content starts, or -1
     for match in re.finditer(r"\\(?:boxed|fbox)\s*\{|\\(?:boxed|fbox)\s*(-?[\w.]+)|\\.|[{}]", text, re.DOTALL):
         token = match[0]
         if match[1]:
@@ -258,7 +259,8 @@ def compare(reference: str, answer: str, symbolic: Symbolic | None = None) -> bo
     if is_words(reference):
         return option(answer).casefold() == option(reference).casefold()
     if re.search(r"\bor\b|\\text ?\{ ?or ?\}", reference):
-        return _sequences(*(split_top(re.sub(r"\\text ?\{ ?or ?\}|\bor\b", ",", side)) for side in (reference, answer)), symbolic, ordered=False)
+        parts, others = (split_top(re.sub(r"\\text ?\{ ?or ?\}|\bor\b", ",", side)) for side in (reference, answer))
+        return _sequences(parts, others, symbolic, ordered=False)
     names = [re.match(r"([A-Za-z]) ?= ?(?=[^=]*$)", side) for side in (reference, answer)]
     if names[1] and (not names[0] or names[0][1] == names[1][1]):
         answer = answer[names[1].end() :]
@@ -349,7 +351,7 @@ def _symbolic(reference: str, answer: str) -> bool:
     gold = parsed(reference)
     if not gold:
         raise ValueError(f"the reference answer {reference!r} cannot be read as mathematics")
-    if isinstance(gold[0], sympy.Expr) and gold[0].is_number and (written := number(answer)) is not None and "." in answer:
+    if isinstance(gold[0], sympy.Expr) and gold[0].is_number and number(answer) is not None and "." in answer:
         return is_rounded(answer, Fraction(str(sympy.N(gold[0], 40)))) if gold[0].is_real else False
     # 15 decimals: the default of 6 finds 0.0000001 equal to 0.0000002
     return math_verify.verify(gold, parsed(answer), float_rounding=15, timeout_seconds=None, raise_on_error=False)
@@ -596,7 +598,7 @@ class WorkerProcess:
         self.process.wait(timeout=10)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def workers(target: str, deadline: float = 10.0, count: int = 2, memory: int = 2 << 30, fresh: bool = False, locked: bool = False) -> Workers:
     """The workers of a target, started at the first call and shared from then on."""
     return Workers(target, count, deadline, memory, fresh, locked)
@@ -637,7 +639,7 @@ def work(options: dict[str, Any]) -> None:
         if options["locked"]:
             enclose()
         _reply(replies, {"status": "ok"})
-    except BaseException as error:
+    except BaseException as error:  # the trainer must learn why, whatever it is
         _reply(replies, {"status": "error", "detail": f"{type(error).__name__}: {error}"})
         return
     while header := _read(calls, 4):

@@ -58,5 +58,3 @@ def with_columns_found(config: TaskConfig) -> TaskConfig:
     if config.answer_column == default.answer_column and config.answer_column not in columns and "solution" in columns:
         config = replace(config, answer_column="solution")
     return config
-
-

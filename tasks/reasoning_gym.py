@@ -43,7 +43,9 @@ def reasoning_gym(config: TaskConfig, argument: str) -> Task:
     if name not in package.factory.DATASETS:
         raise UserError(f"--task reasoning_gym:{argument}: no such data set; there are {', '.join(sorted(package.factory.DATASETS))}")
     if name in EVALUATES and can_lock() and not config.unsafe_tools:
-        raise UserError(f"--task reasoning_gym:{name}: its scorer evaluates what the model wrote, and cannot be contained here: {can_lock()} (--task.unsafe-tools)")
+        raise UserError(
+            f"--task reasoning_gym:{name}: its scorer evaluates what the model wrote, and cannot be contained here: {can_lock()} (--task.unsafe-tools)"
+        )
     options = tuple(sorted((key.strip(), read_value(value)) for key, _, value in (pair.partition("=") for pair in settings.split(",") if pair)))
     size = int(dict(options).get("size", SIZE))
     options = tuple((key, value) for key, value in options if key != "size")
@@ -130,7 +132,7 @@ def is_data(answer: str) -> bool:
     return not program and all(len(word) == 1 for word in words)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def dataset_of(name: str, options: tuple[tuple[str, Any], ...]) -> Any:
     return import_package().create_dataset(name, size=1, seed=0, **dict(options))
 

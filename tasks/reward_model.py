@@ -60,7 +60,7 @@ async def score_here(source: str, messages: list[Message]) -> float:
     return await asyncio.get_running_loop().run_in_executor(thread, one_score, messages)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def load(source: str) -> tuple[Callable[[list[Message]], float], ThreadPoolExecutor]:
     """The model's scoring function, and the one thread it runs in: the tokenizer is used from nowhere else."""
     import torch

@@ -264,6 +264,27 @@ def test_a_mixture_ends_an_episode_at_its_own_tasks_limit():
     assert [(s.done, s.truncated) for s in steps] == [(False, False), (True, True)]
 
 
+def test_dropped_examples_are_counted_and_leave_the_shares_of_a_mixture_alone():
+    task = mixture([counting("a", 10), counting("b", 4)], [1, 1])
+    kept = tasks.keep(task, lambda e: e.answer < 3, "too long")
+    assert [e.messages[0]["content"] for e in kept.train] == ["a0", "a1", "a2", "b0", "b1", "b2"] and kept.dropped == {"too long": 8}
+    counts = Counter(kept.train[position(kept, 0, i)].task for i in range(100))
+    assert counts == {"a": 50, "b": 50}
+    with pytest.raises(UserError, match="no training example of b is left"):
+        tasks.keep(task, lambda e: e.task == "a", "too long")
+    assert tasks.keep(counting("t", 3), lambda e: False, "too long").train == []
+
+
+def test_retired_examples_are_passed_over_and_the_order_of_the_others_stays():
+    task, index, seen = counting("t", 8), 0, []
+    while index < 24:
+        found, index = tasks.next_position(task, 1, index, {2, 5})
+        seen.append(found)
+    assert seen[:18] == [p for p in (position(task, 1, i) for i in range(24)) if p not in (2, 5)][:18]
+    with pytest.raises(UserError, match="all 8"):
+        tasks.next_position(task, 1, 0, set(range(8)))
+
+
 def test_a_mixture_that_cannot_be_is_refused():
     for parts, weights, message in (
         ([counting("a", 1), counting("a", 1)], (), "different names"),

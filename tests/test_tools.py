@@ -72,7 +72,9 @@ def run(*programs, **options):
 
 @contained
 def test_python_prints_its_last_expression_and_its_errors():
-    results = run("print(1)\nprint(2)", "x = 20\nx + 1", "1/0", "def f(:", "```python\nprint(5)\n```", "import math; math.pi", "exit()", "raise SystemExit", "", "None")
+    results = run(
+        "print(1)\nprint(2)", "x = 20\nx + 1", "1/0", "def f(:", "```python\nprint(5)\n```", "import math; math.pi", "exit()", "raise SystemExit", "", "None"
+    )
     assert results[:3] == ["1\n2", "21", "error: ZeroDivisionError: division by zero (line 1)"]
     assert results[3].startswith("error: SyntaxError") and results[4] == "5" and results[5] == "3.141592653589793" and results[6:] == ["", "", "", ""]
 
@@ -100,7 +102,14 @@ def test_python_has_no_network_no_processes_no_writing_outside_and_no_memory_of_
 @contained
 def test_python_ends_at_its_limits_of_time_memory_and_output():
     start = time.monotonic()
-    results = run("while True: pass", "x = [0] * 10**9", "print('x' * 10**6)", "import os; os._exit(0)", "import sys; sys.setrecursionlimit(10**9)\ndef f(): f()\nf()", deadline=1.0)
+    results = run(
+        "while True: pass",
+        "x = [0] * 10**9",
+        "print('x' * 10**6)",
+        "import os; os._exit(0)",
+        "import sys; sys.setrecursionlimit(10**9)\ndef f(): f()\nf()",
+        deadline=1.0,
+    )
     assert time.monotonic() - start < 12
     assert results[0].startswith("error: more than 1.0 s") and "MemoryError" in results[1] and len(results[2]) < 2100 and "error" in results[3]
     assert run("print('alive')", deadline=1.0) == ["alive"]
@@ -224,7 +233,9 @@ def episode(environment, example, *turns):
 
 def test_results_come_back_in_the_form_of_the_call_and_the_last_turn_is_scored():
     example = Example([user("6*7?")], answer=42)
-    _, first, second, last = episode(ToolUse([calculator], exact_integer), example, "<calculator>6*7</calculator>", f"<tool_call>{json.dumps(CALL)}</tool_call>", "42")
+    _, first, second, last = episode(
+        ToolUse([calculator], exact_integer), example, "<calculator>6*7</calculator>", f"<tool_call>{json.dumps(CALL)}</tool_call>", "42"
+    )
     assert first.messages == [user("<result>42</result>")] and second.messages == [{"role": "tool", "name": "calculator", "content": "2"}]
     assert not first.done and last.done and last.rewards == {"exact_integer": 1.0, "called": 1.0} and last.metrics == {"tools/calls": 2.0, "tools/errors": 0.0}
 

@@ -336,7 +336,14 @@ def test_a_locked_worker_has_no_network_no_writing_no_processes_and_no_signals(s
     canary = tmp_path / "canary"
 
     async def attempts():
-        wheres = {"socket": "80", "kill": str(os.getpid()), "priority": str(os.getpid()), "environ": str(os.getpid()), "limit": str(os.getpid()), "killall": "0"}
+        wheres = {
+            "socket": "80",
+            "kill": str(os.getpid()),
+            "priority": str(os.getpid()),
+            "environ": str(os.getpid()),
+            "limit": str(os.getpid()),
+            "killall": "0",
+        }
         names = ["socket", "unix", "write", "run", "fork", "kill", "killall", "priority", "environ", "remount", "limit", "fill", "scratch", "system"]
         return {name: (await pool.call(name, wheres.get(name, str(canary)))) for name in names}
 
