@@ -277,7 +277,7 @@ def gsm8k(config: TaskConfig) -> Task:
     """GSM8K (arXiv 2110.14168): word problems whose reference ends in `#### number`; the policy is asked for the same ending."""
     instruction = "Solve the problem step by step. End with a line `#### ` followed by the number alone."
     source = config.data or "openai/gsm8k:main"
-    task = table_task("gsm8k", source, config, final_number, system_prompt=config.system_prompt or instruction)
+    task = table_task("gsm8k", source, config, numbered, system_prompt=config.system_prompt or instruction)
     for example in [*task.train, *task.eval]:
         if reference_number(example.answer) is None:
             raise UserError(f"{source}: no `#### number` in the answer {example.answer!r:.80}; is --task.answer-column right?")
@@ -304,6 +304,11 @@ def final_number(completion: str, example: Example) -> float:
     """1 if the completion ends in `#### number` with the reference number. No marker, no reward: the text is never searched for it."""
     answer = reference_number(completion)
     return float(answer is not None and answer == reference_number(example.answer))
+
+
+def numbered(completion: str, example: Example) -> Step:
+    answer = reference_number(completion)
+    return Step(rewards={"final_number": final_number(completion, example)}, answer=None if answer is None else format(answer.normalize(), "f"))
 
 
 def table_task(
@@ -545,10 +550,11 @@ def evaluation(
     Args:
         names: the task of each prompt.
         rewards: of each prompt, of its samples; failed rollouts left out. A prompt without any is not counted.
-        answers: of each prompt and sample, for the vote.
+        answers: of each prompt and sample, for the vote; without any there is no majority.
         ks: further k; left out where a prompt has fewer samples.
         solved: the reward from which an answer counts as right.
     """
+    voted = answers is not None and any(answer is not None for group in answers for answer in group)
     rows: dict[str, dict[str, list[float]]] = {}
     for number, (name, values) in enumerate(zip(names, rewards, strict=True)):
         if not values:
@@ -556,7 +562,7 @@ def evaluation(
         right = sum(value >= solved for value in values)
         scores = {"reward": sum(values) / len(values)}
         scores |= {f"pass@{k}": pass_at_k(right, len(values), k) for k in sorted({1, *ks}) if k <= len(values)}
-        if answers is not None:
+        if answers is not None and voted:
             scores["majority"] = majority_vote(answers[number], [float(value >= solved) for value in values])
         for row in {name, "all"}:
             for key, value in scores.items():

@@ -323,6 +323,7 @@ def test_evaluation_has_a_row_a_task_and_one_for_all():
     assert table["a"] == {"prompts": 2, "reward": 0.75, "pass@1": 0.75, "pass@2": 1.0, "majority": 0.75}
     assert table["b"] == {"prompts": 1, "reward": 0.0, "pass@1": 0.0, "pass@2": 0.0, "majority": 0.0}
     assert table["all"]["pass@1"] == pytest.approx(0.5) and table["all"]["prompts"] == 3 and list(table) == ["a", "b", "all"]
+    assert "majority" not in evaluation(["a"], [[1.0]], [[None]])["a"]
     assert evaluation([], []) == {}
 
 
