@@ -159,7 +159,7 @@ def named_rewards(value: Any, reward: Reward) -> dict[str, float]:
     rewards = value if isinstance(value, dict) else {name: value}
     for key, number in rewards.items():
         if isinstance(number, str) or not hasattr(number, "__float__") or getattr(number, "size", 1) != 1 or not math.isfinite(number):
-            raise TypeError(f"reward function {name} must return one finite number or a dict of them, got {key}={number!r:.200}")
+            raise TypeError(f"reward function {name} must return one number or a dict of numbers, all finite; got {key}={number!r:.200}")
     if not rewards:
         raise TypeError(f"reward function {name} returned an empty dict: it must name at least one reward")
     return {key: float(number) for key, number in rewards.items()}

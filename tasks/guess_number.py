@@ -24,7 +24,8 @@ def guess_number(config: TaskConfig) -> Task:
 
 class GuessNumber:
     async def reset(self, example: Example, seed: int) -> list[Message]:
-        self.secret, self.low, self.high, self.turns, self.earned = int(example.answer), 1, HIGHEST, 0, 0.0
+        self.secret, self.low, self.high = int(example.answer), 1, HIGHEST
+        self.turns, self.valid, self.sensible, self.earned = 0, 0, 0, 0.0
         return example.messages
 
     async def step(self, message: Message) -> Step:
@@ -32,7 +33,10 @@ class GuessNumber:
         numbers = re.findall(r"\d+", message["content"])
         guess = int(numbers[0]) if len(numbers) == 1 and len(numbers[0]) < 4 else None
         sensible = guess is not None and self.low <= guess <= self.high
-        metrics = {"guess/valid": float(guess is not None), "guess/sensible": float(sensible), "guess/found": float(guess == self.secret)}
+        self.valid += guess is not None
+        self.sensible += sensible
+        shares = {"guess/valid": self.valid / self.turns, "guess/sensible": self.sensible / self.turns}
+        metrics = {**shares, "guess/found": float(guess == self.secret)}
         gain = 1.0 - self.earned if guess == self.secret else 0.1 * sensible
         self.earned += gain
         if guess == self.secret or self.turns == TURNS:

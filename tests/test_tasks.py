@@ -80,6 +80,7 @@ def test_bad_guesses_earn_nothing_and_losing_is_not_being_cut_off():
     steps = play(task, task.train[6], "4", "3", "nine 9 9")
     assert [s.rewards["guess"] for s in steps] == [0.1, 0.0, 0.0] and steps[0].messages == [user("higher")]
     assert steps[2].done and not steps[2].truncated
+    assert steps[2].metrics == {"guess/valid": pytest.approx(2 / 3), "guess/sensible": pytest.approx(1 / 3), "guess/found": 0.0}
     assert "invalid" in play(task, task.train[6], "12")[0].messages[0]["content"]
 
 
