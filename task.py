@@ -66,7 +66,7 @@ class TaskConfig:
     extra_rewards: tuple[str, ...] = ()  # more named rewards on the last answer: path.py:function, judge:URL, reward_model:FOLDER_OR_URL
     reward_weights: dict[str, float] = field(default_factory=dict)  # weight of a reward by its name; off: the task's own, or 1
     isolate: str | None = "verify.py:in_workers"  # path:name of what runs reward functions given by path; None: here, undefended
-    reward_deadline: float = 10.0  # seconds for one reward computation in a worker process
+    reward_deadline: float = 5.0  # seconds for one reward computation in a worker process, from its start
     unsafe_tools: bool = False  # allow code-running tools on a kernel that cannot take the network away from them
 
 

@@ -418,13 +418,12 @@ def right_answer(marker: str = "boxed", deadline: float = 2.0) -> Reward:
     return correct
 
 
-def thought_first(completion: str, opened: bool = False) -> bool:
-    """Whether a completion is one <think> block followed by something. opened: the prompt already ended in <think>.
+def thought_first(text: str) -> bool:
+    """Whether an assistant turn is one <think> block followed by something. Where the template opens the block, the turn begins with it too.
 
-    >>> thought_first("x</think> 4", opened=True), thought_first("x</think> 4"), thought_first("<think>x</think> 4"), thought_first("<think>x</think>")
-    (True, False, True, False)
+    >>> [thought_first(t) for t in ("<think>x</think> 4", "x</think> 4", "<think>x</think>", "<think>x<think>y</think> 4", "4")]
+    [True, False, False, False, False]
     """
-    text = "<think>" + completion if opened else completion
     return bool(re.fullmatch(r"\s*<think>(?:(?!</?think>).)*</think>(?:(?!</?think>).)*\S\s*", text, re.DOTALL))
 
 
@@ -572,7 +571,8 @@ class WorkerProcess:
                 return self._lost("timeout", f"no answer from {self.target} within its deadline")
             chunk = os.read(self.up, 1 << 16)
             if not chunk:
-                return self._lost("error", f"a worker for {self.target} died (status {self.process.poll()})")
+                self.kill()  # its pipe is closed before its status can be read
+                return self._lost("error", f"a worker for {self.target} died (status {self.process.returncode})")
             received += chunk
         try:
             fields = json.loads(received[4:])
@@ -599,9 +599,9 @@ class WorkerProcess:
 
 
 @functools.cache
-def workers(target: str, deadline: float = 10.0, count: int = 2, memory: int = 2 << 30, fresh: bool = False, locked: bool = False) -> Workers:
-    """The workers of a target, started at the first call and shared from then on."""
-    return Workers(target, count, deadline, memory, fresh, locked)
+def workers(target: str, deadline: float = 10.0, memory: int = 2 << 30, fresh: bool = False, locked: bool = False) -> Workers:
+    """The workers of a target, shared by all who ask: one a processor core, 2 to 8, each started when the others are busy."""
+    return Workers(target, max(2, min(8, os.cpu_count() or 1)), deadline, memory, fresh, locked)
 
 
 def in_workers(spec: str, deadline: float = 10.0) -> Reward:

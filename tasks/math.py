@@ -5,13 +5,13 @@ r"""Mathematics with boxed answers: MATH, AIME, or any table of problems and ans
     --task math:answer --task.data ...                            <answer>...</answer> in place of \boxed{...}; likewise `math:####`
 
 The reference may be the bare answer, or a solution whose last \boxed{...} holds it. Rows without a usable reference are dropped and
-counted. Answers are compared by verify.py: exactly where they are numbers, by sympy in killable workers where they are expressions.
+counted. A bonus for thinking first: --task.extra-rewards tasks/math.py:thinks --task.reward-weights thinks 0.1. Answers are compared by verify.py: exactly where they are numbers, by sympy in killable workers where they are expressions.
 """
 
 from dataclasses import replace
 
 from task import Example, Task, TaskConfig, UserError, read_rows, table_task
-from verify import MARKERS, last_boxed, right_answer, usable
+from verify import MARKERS, last_boxed, right_answer, thought_first, usable
 
 INSTRUCTIONS = {
     "boxed": "Reason step by step, and put your final answer within \\boxed{}.",
@@ -47,6 +47,11 @@ def reference(answer: object) -> str | None:
 
 def referenced(example: Example) -> Example:
     return replace(example, answer=reference(example.answer))
+
+
+def thinks(completion: str, example: Example) -> float:
+    """1 for one <think> block with an answer after it."""
+    return float(thought_first(completion))
 
 
 def with_columns_found(config: TaskConfig) -> TaskConfig:

@@ -136,6 +136,14 @@ def test_math_takes_its_marker_from_the_argument(tmp_path):
         load_task("math:nothing", TaskConfig(data=path))
 
 
+def test_thinking_first_is_a_reward_of_its_own(tmp_path):
+    path = rows_file(tmp_path, [{"question": f"p{i}", "answer": str(i)} for i in range(10)])
+    task = load_task("math", TaskConfig(data=path, extra_rewards=("tasks/math.py:thinks",), reward_weights={"thinks": 0.1}))
+    texts = ["<think>x</think> \\boxed{%s}", "x</think> \\boxed{%s}", "<think>\\boxed{%s}</think>"]
+    rewards = [play(task, task.train[0], text % task.train[0].answer)[0].rewards for text in texts]
+    assert rewards == [{"correct": 1.0, "thinks": 1.0}, {"correct": 1.0, "thinks": 0.0}, {"correct": 0.0, "thinks": 0.0}]
+
+
 @pytest.mark.skipif(bool(verify.can_lock()), reason=verify.can_lock() or "contained")
 def test_python_problems_can_be_solved_with_python(tmp_path):
     task = load_task("python", TaskConfig())
@@ -413,6 +421,55 @@ def test_adapters_stay_under_forty_lines():
 
 
 # ---------------------------------------------------------------- through the sampler
+
+
+class Scripted:
+    """An engine that says what it is told to, turn by turn, and remembers what it was asked."""
+
+    version = 0
+
+    def __init__(self, *turns):
+        self.turns, self.asked = list(turns), []
+
+    async def __aenter__(self):
+        return self
+
+    async def __aexit__(self, *exc):
+        pass
+
+    async def generate(self, request):
+        rollout = importlib.import_module("rollout")
+        self.asked.append(request)
+        ids = self.turns.pop(0)
+        return [rollout.Completion(list(ids), [-0.5] * len(ids), [0] * len(ids), "stop") for _ in range(request.n)]
+
+
+def sampler_of(task, engine, tokenizer, **settings):
+    rollout = importlib.import_module("rollout")
+    sampling = rollout.SamplingConfig(**{"max_prompt_tokens": 900, "max_completion_tokens": 400} | settings)
+    return rollout.Sampler(engine, rollout.Renderer(tokenizer, "chat", task.tools), task, sampling, rollout.DeadlineConfig(), seed=0)
+
+
+def test_a_tool_episode_trains_exactly_the_sampled_tokens_and_never_the_results():
+    rollout, tokenizer, task = importlib.import_module("rollout"), tiny.tokenizer(), load_task("calculator", TaskConfig())
+    end = tokenizer.eos_token_id
+    said = [tokenizer(text)["input_ids"] for text in ("<calculator>6*7</calculator>", str(task.train[0].answer))]
+    said[1].append(end)
+    engine = Scripted(*said)
+    ((r,),) = asyncio.run(rollout.sample_groups(sampler_of(task, engine, tokenizer), [(0, task.train[0])], 1))
+    assert [i for i, sampled in zip(r.completion_ids, r.sampled) if sampled] == said[0] + said[1]
+    assert "<result>42</result>" in tokenizer.decode([i for i, sampled in zip(r.completion_ids, r.sampled) if not sampled])
+    assert r.rewards == {"exact_integer": 1.0, "called": 1.0} and r.turns == 2 and r.finish == "done"
+    assert list(engine.asked[1].prompt_ids) == [*r.prompt_ids, *r.completion_ids[: -len(said[1])]] and "</calculator>" in engine.asked[0].stop
+
+
+def test_a_verifier_that_fails_excludes_its_rollout_and_is_never_a_zero(tmp_path):
+    rollout, tokenizer = importlib.import_module("rollout"), tiny.tokenizer()
+    (tmp_path / "mine.py").write_text("def moody(completion, example):\n    if completion == 'b': raise OSError('no dictionary')\n    return 1.0\n")
+    task = load_task(f"{tmp_path}/mine.py:moody", TaskConfig(data=rows_file(tmp_path, [{"question": "q", "answer": "a"}] * 10)))
+    groups = [asyncio.run(rollout.sample_groups(sampler_of(task, Scripted(tokenizer(text)["input_ids"]), tokenizer), [(0, task.train[0])], 1)) for text in "ab"]
+    (good,), (bad,) = (group[0] for group in groups)
+    assert good.rewards == {"moody": 1.0} and bad.finish == "failed" and "no dictionary" in bad.failure and bad.rewards == {}
 
 
 @pytest.mark.parametrize("spec", ["letter_words", "guess_number", "sliding_puzzle:2", "calculator", "arith+guess_number"])
