@@ -1,0 +1,38 @@
+"""Sums too long for the head, with a calculator to call.
+
+    --task calculator
+
+A problem is like 37 * 48 + 913. One call and its result are shown in the prompt. Reward: 1 for the right number as the only number of
+the last turn, plus 0.1 for having called the tool without an error, so that a model which never calls has something to find.
+"""
+
+import random
+
+from task import Example, Task, TaskConfig, assistant, exact_integer, user
+from tools import ToolUse, tool_prompt, tool_stops
+from tools import calculator as tool
+
+
+def calculator(config: TaskConfig) -> Task:
+    shot = [user("What is 12 * 34 + 5?"), assistant("<calculator>12 * 34 + 5</calculator>"), user("<result>413</result>"), assistant("413")]
+    opening = [{"role": "system", "content": config.system_prompt}] if config.system_prompt else []
+    opening += shot if config.few_shot is None or config.few_shot > 0 else []
+
+    def example(number: int) -> Example:
+        draw = random.Random(number)
+        a, b, c = draw.randint(11, 99), draw.randint(11, 99), draw.randint(100, 999)
+        sign = draw.choice("+-")
+        return Example([*opening, user(f"What is {a} * {b} {sign} {c}?")], answer=a * b + (c if sign == "+" else -c))
+
+    return Task(
+        name="calculator",
+        train=[example(number) for number in range(2000)],
+        eval=[example(number) for number in range(1_000_000, 1_000_000 + min(config.eval_size, 200))],
+        environment=lambda: ToolUse([tool], exact_integer),
+        max_turns=3,
+        stop=tool_stops([tool]),
+        tools=[tool.schema],
+        tool_prompt=tool_prompt([tool]),
+        reward_weights={"called": 0.1},
+        checks=[(example(0), str(example(0).answer), 1.0), (example(0), str(example(0).answer + 1), 0.0)],
+    )
