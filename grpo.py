@@ -449,6 +449,9 @@ def train_step(run: Run) -> tuple[Metrics, list[list[Rollout]]]:
     """Steps (1) to (7) of the box above."""
     refit_if_stale(run)
     groups = sample(run)
+    failures = [r.failure for group in groups for r in group]
+    if all("VerifierError" in failure for failure in failures):
+        raise UserError(f"all {len(failures)} verifications of step {run.step + 1} failed, so there is no reward to train on; the first: {failures[0][:500]}")
     metrics = rollout_metrics(groups, run.task.reward_weights)
     rows, found = make_rows(groups, run.config.loss, run.task.reward_weights)
     metrics.add(found)
@@ -621,7 +624,7 @@ def main(arguments: Sequence[str]) -> None:
     config = parse(arguments)
     check(config)
     if config.dry_run:
-        load_task(config.task, config.task_config)
+        asyncio.run(self_test(load_task(config.task, config.task_config)))
         print(json.dumps(dataclasses.asdict(config), indent=1))
         print(make_plan(config).table())
         return

@@ -118,6 +118,8 @@ class Renderer:
         self.tools = tools if knows_tools else None
         self.tool_prompt = None if knows_tools else tool_prompt  # said in words where the template would leave the tools out
         self.glue_error = ""
+        # a template may begin the assistant's turn itself: the environment hears that beginning too
+        self.opened = "<think>" if self.format == "chat" and self._render([{"role": "user", "content": "U"}]).rstrip().endswith("<think>") else ""
         try:
             self._check_glue()
         except ValueError as error:  # fatal only for multi-turn tasks: see require_multi_turn
@@ -449,7 +451,7 @@ class Sampler:
             while True:
                 rollout.append(completion.ids, True, completion.logprobs, completion.versions)
                 rollout.turns += 1
-                message: Message = {"role": "assistant", "content": self.renderer.text(completion.ids)}
+                message: Message = {"role": "assistant", "content": self.renderer.opened + self.renderer.text(completion.ids)}
                 rollout.messages.append(message)
                 step = await self._within(environment.step(message), "step")
                 for name, value in step.rewards.items():
