@@ -52,11 +52,10 @@ from rollout import (
     Sampler,
     SamplingConfig,
     VLLMEngine,
-    drop_long_prompts,
     rollout_metrics,
     sample_groups,
 )
-from task import Example, Task, TaskConfig, UserError, load_task
+from task import Example, Task, TaskConfig, UserError, evaluation, keep, load_task, position, self_test
 
 
 # what the flags of LossConfig choose from: the daily ones and the long tail (docs/objectives.md)
@@ -248,24 +247,29 @@ def setup(config: Config) -> Run:
     out = Path(config.out or f"out/{Path(config.task.split(':')[0]).stem}-{time.strftime('%Y%m%d-%H%M%S')}")
     tokenizer, generation_config = load_tokenizer(config.model)
     task = load_task(config.task, config.task_config)
-    renderer = Renderer(tokenizer, config.task_config.prompt_format, task.tools, generation_config)
+    renderer = Renderer(tokenizer, config.task_config.prompt_format, task.tools, generation_config, task.tool_prompt)
     if task.max_turns > 1:
         renderer.require_multi_turn()
-    examples, dropped = drop_long_prompts(task.train, renderer, config.sampling.max_prompt_tokens)
-    if config.eval.every and not task.eval:
-        raise UserError(f"--task {config.task} has no held-out examples: give --task.eval-data, or --eval.every 0")
+    asyncio.run(self_test(task, config.deadlines.environment))
+    limit = config.sampling.max_prompt_tokens
+    task = keep(task, lambda e: len(renderer.prompt(e.messages)) <= limit, "longer than --sampling.max-prompt-tokens")
+    examples = list(task.train)
     if len(examples) < config.prompts_per_step:
         raise UserError(
-            f"{len(examples)} training prompts ({dropped} dropped: over --sampling.max-prompt-tokens {config.sampling.max_prompt_tokens})"
+            f"{len(examples)} training prompts (--sampling.max-prompt-tokens is {limit}; dropped: {task.dropped or 'none'})"
             f" are fewer than --prompts-per-step {config.prompts_per_step}"
         )
+    if config.eval.every and not task.eval:
+        raise UserError(f"--task {config.task} has no held-out examples: give --task.eval-data, or --eval.every 0")
     total = total_steps(config, len(examples))
     if total < 1:
         raise UserError(f"--epochs {config.epochs} of {len(examples)} prompts is less than one step of --prompts-per-step {config.prompts_per_step}")
     resumed = find_checkpoint(config, out)
     log = Log(out, config.log, keep_until=json.loads((resumed / "state.json").read_text())["step"] if resumed else None)
     (out / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=1))
-    log.print(f"{config.task}: {len(examples)} training prompts ({dropped} too long), {len(task.eval)} held out, {renderer.format} prompts; {plan.table()}")
+    log.print(f"{config.task}: {len(examples)} training prompts, {len(task.eval)} held out, {renderer.format} prompts; {plan.table()}")
+    for reason, count in task.dropped.items():
+        log.print(f"dropped {count}: {reason}")
     log.print(f"{total} steps of {config.prompts_per_step} x {config.samples_per_prompt} samples; writing to {out}")
 
     device = torch.device("cuda", torch.cuda.current_device()) if plan.device == "cuda" else torch.device("cpu")
@@ -337,7 +341,7 @@ def sample(run: Run) -> list[list[Rollout]]:
     """The next P groups of the global order."""
     config = run.config
     sampler = Sampler(run.engine, run.renderer, run.task, config.sampling, config.deadlines, config.seed)
-    prompts = [(i, prompt_at(i, run.examples, config.seed)) for i in range(run.cursor, run.cursor + config.prompts_per_step)]
+    prompts = [(i, run.task.train[position(run.task, config.seed, i)]) for i in range(run.cursor, run.cursor + config.prompts_per_step)]
     with run.timer("generation"):
         groups = asyncio.run(sample_groups(sampler, prompts, config.samples_per_prompt))
     run.cursor += config.prompts_per_step
@@ -584,6 +588,9 @@ def train_step(run: Run) -> tuple[Metrics, list[list[Rollout]]]:
     """Steps (1) to (7) of the box above."""
     refit_if_stale(run)
     groups = sample(run)
+    failures = [r.failure for group in groups for r in group]
+    if all("VerifierError" in failure for failure in failures):
+        raise UserError(f"all {len(failures)} verifications of step {run.step + 1} failed, so there is no reward to train on; the first: {failures[0][:500]}")
     metrics = rollout_metrics(groups, run.task.reward_weights)
     rows, found = make_rows(groups, run.config.loss, run.task.reward_weights, run.config.sampling.max_completion_tokens)
     metrics.add(found)
@@ -618,12 +625,18 @@ def evaluate(run: Run) -> dict[str, float]:
     rewards = [[r.reward(run.task.reward_weights) for r in group] for group in good if group]
     if not rewards:
         raise EngineError(f"no held-out example could be evaluated; the first failure: {groups[0][0].failure}")
+    by_task = evaluation(
+        [e.task or run.task.name for e in run.task.eval],
+        [[r.reward(run.task.reward_weights) for r in group] for group in good],
+        [[r.answer for r in group] for group in good],
+        ks=(config.eval.samples,),
+    )
     flat = [r for group in rewards for r in group]
     rollouts = [r for group in good for r in group]
     write_samples(run, rollouts)
     return {
         "eval/accuracy": sum(flat) / len(flat),
-        "eval/pass_at_k": sum(max(group) > 0 for group in rewards) / len(rewards),
+        **{f"eval/{name}" if row == "all" else f"eval/{row}/{name}": value for row, scores in by_task.items() for name, value in scores.items()},
         "eval/samples": float(len(flat)),
         "eval/failed": float(sum(bool(r.failure) for group in groups for r in group)),
         "eval/completion_tokens": sum(sum(r.sampled) for r in rollouts) / len(rollouts),
@@ -754,7 +767,7 @@ def main(arguments: Sequence[str]) -> None:
     config = parse(arguments)
     check(config)
     if config.dry_run:
-        load_task(config.task, config.task_config)
+        asyncio.run(self_test(load_task(config.task, config.task_config)))
         print(json.dumps(dataclasses.asdict(config), indent=1))
         print(make_plan(config).table())
         return

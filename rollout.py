@@ -64,6 +64,7 @@ class Rollout:
     logprobs_gen: list[float] = field(default_factory=list)  # of the engine, under the distribution sampled from; nan where not sampled
     versions: list[int] = field(default_factory=list)  # optimizer steps behind the weights that sampled the token; -1 where not sampled
     messages: list[Message] = field(default_factory=list)
+    answer: str | None = None  # as the environment understood it, for majority votes
     rewards: dict[str, float] = field(default_factory=dict)  # summed over turns
     metrics: dict[str, float] = field(default_factory=dict)
     turns: int = 0
@@ -105,14 +106,20 @@ class Renderer:
         UserError: `chat` without a template; a multi-turn task whose template changes earlier turns when later ones are added.
     """
 
-    def __init__(self, tokenizer: Any, prompt_format: str, tools: list[dict[str, Any]] | None = None, generation_config: Any = None):
+    def __init__(
+        self, tokenizer: Any, prompt_format: str, tools: list[dict[str, Any]] | None = None, generation_config: Any = None, tool_prompt: str | None = None
+    ):
         has_template = bool(getattr(tokenizer, "chat_template", None))
         if prompt_format == "chat" and not has_template:
             raise UserError("--task.prompt-format chat, but the tokenizer has no chat template: use --task.prompt-format text")
         self.tokenizer = tokenizer
         self.format = "chat" if prompt_format == "chat" or (prompt_format == "auto" and has_template) else "text"
-        self.tools = tools
+        knows_tools = self.format == "chat" and "tools" in str(tokenizer.chat_template)
+        self.tools = tools if knows_tools else None
+        self.tool_prompt = None if knows_tools else tool_prompt  # said in words where the template would leave the tools out
         self.glue_error = ""
+        # a template may begin the assistant's turn itself: the environment hears that beginning too
+        self.opened = "<think>" if self.format == "chat" and self._render([{"role": "user", "content": "U"}]).rstrip().endswith("<think>") else ""
         try:
             self._check_glue()
         except ValueError as error:  # fatal only for multi-turn tasks: see require_multi_turn
@@ -123,6 +130,10 @@ class Renderer:
 
     def prompt(self, messages: list[Message]) -> list[int]:
         """The conversation so far, ready for the assistant to speak."""
+        if self.tool_prompt:
+            system = [m for m in messages[:1] if m["role"] == "system"]
+            words = "\n\n".join([*(m["content"] for m in system), self.tool_prompt])
+            messages = [{"role": "system", "content": words}, *messages[len(system) :]]
         if self.format == "text":
             return self._encode("".join(m["content"] for m in messages), special=True)
         return self._encode(self._render(messages))
@@ -135,7 +146,10 @@ class Renderer:
         return ids[1:] if ids and ids[0] == last_id else ids
 
     def text(self, ids: Sequence[int]) -> str:
-        return self.tokenizer.decode(ids, skip_special_tokens=True)
+        """What the environment hears. With tools, special tokens are kept ([TOOL_CALLS], <|python_tag|>), but for the end of the turn."""
+        if self.tools is None:
+            return self.tokenizer.decode(ids, skip_special_tokens=True)
+        return self.tokenizer.decode([i for i in ids if i not in self.stop_ids], skip_special_tokens=False)
 
     def require_multi_turn(self) -> None:
         if self.glue_error:
@@ -426,23 +440,24 @@ class Sampler:
                 rollout.finish, rollout.failure = "failed", f"prompt of {len(prompt_ids)} tokens (--sampling.max-prompt-tokens)"
             await self._close(environments)
             return rollouts
-        first = await self.engine.generate(self._request(rollouts[0], samples, self.task.stop))
-        await asyncio.gather(*(self._episode(*each) for each in zip(rollouts, environments, first, strict=True)))
+        stop = self.task.stop if example.stop is None else example.stop
+        first = await self.engine.generate(self._request(rollouts[0], samples, stop))
+        await asyncio.gather(*(self._episode(*each, stop) for each in zip(rollouts, environments, first, strict=True)))
         return rollouts
 
-    async def _episode(self, rollout: Rollout, environment: Environment, completion: Completion) -> None:
+    async def _episode(self, rollout: Rollout, environment: Environment, completion: Completion, stop: Sequence[str]) -> None:
         """Alternate policy and environment until the episode ends; fills `rollout` in place."""
-        stop = self.task.stop
         try:
             while True:
                 rollout.append(completion.ids, True, completion.logprobs, completion.versions)
                 rollout.turns += 1
-                message: Message = {"role": "assistant", "content": self.renderer.text(completion.ids)}
+                message: Message = {"role": "assistant", "content": self.renderer.opened + self.renderer.text(completion.ids)}
                 rollout.messages.append(message)
                 step = await self._within(environment.step(message), "step")
                 for name, value in step.rewards.items():
                     rollout.rewards[name] = rollout.rewards.get(name, 0.0) + value
                 rollout.metrics.update(step.metrics)
+                rollout.answer = step.answer
                 rollout.finish = self._finish(rollout, completion, step)
                 if rollout.finish:
                     return
@@ -475,7 +490,7 @@ class Sampler:
         return Request(
             prompt_ids=(*rollout.prompt_ids, *rollout.completion_ids),
             n=n,
-            max_tokens=self._room(rollout),
+            max_tokens=min(self._room(rollout), self.task.max_turn_tokens or self._room(rollout)),
             temperature=self.sampling.temperature,
             seed=seed_of(*key),
             stop=(*self.sampling.stop, *stop),
@@ -489,6 +504,8 @@ class Sampler:
             return await asyncio.wait_for(awaitable, self.deadlines.environment)
         except TimeoutError:
             raise EnvironmentFailure(f"{what} took more than {self.deadlines.environment:.0f} s (--deadlines.environment)") from None
+        except UserError:
+            raise  # the user can mend it, and every other rollout would fail alike: it ends the run
         except Exception as error:
             logging.getLogger(__name__).warning("environment %s failed", what, exc_info=True)
             raise EnvironmentFailure(f"{what}: {type(error).__name__}: {error}") from error
