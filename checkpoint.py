@@ -9,12 +9,14 @@ A checkpoint is written aside as tmp_step_12, flushed to disk, and renamed; only
 manifest, or that does not match it, is passed over with a warning and the one before it is used.
 """
 
+import dataclasses
 import hashlib
 import json
 import os
 import random
 import re
 import shutil
+import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,6 +27,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
+from policy import export
 from task import UserError
 
 
@@ -152,3 +155,47 @@ def restore_random_state(state: dict[str, Any]) -> None:
     kind, keys, *rest = state["numpy"]
     np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
     torch.set_rng_state(torch.frombuffer(bytearray.fromhex(state["torch"]), dtype=torch.uint8))
+
+
+# ------------------------------------------------------------------------------------------------ a run
+
+COUNTERS = ("step", "cursor", "updates", "empty_steps", "entropy_coef", "entropy_bonus")  # the state of a run besides weights and optimizer
+
+
+def save_run(run: Any) -> None:
+    """Save a run: its policy as a folder for transformers and vLLM, its optimizer, counters, random state and configuration."""
+
+    def write(folder: Path) -> None:
+        export(run.policy, folder / "model", run.tokenizer, torch.float32)
+        save_optimizer(run.optimizer, run.parameter_names, folder / "optimizer.safetensors")
+
+    counters = {name: getattr(run, name) for name in COUNTERS}
+    versions = {name: sys.modules[name].__version__ for name in ("torch", "transformers", "numpy")}
+    state = {**counters, "random": random_state(), "config": dataclasses.asdict(run.config), "versions": versions}
+    with run.timer("checkpoint"):
+        save(run.out / "checkpoints", run.step, write, state, run.config.checkpoint.keep)
+
+
+def find(config: Any, out: Path) -> Path | None:
+    """The checkpoint to resume from. Raises UserError where there is none, or where the run would not be the same run."""
+    if not config.resume:
+        return None
+    found = latest(out / "checkpoints")
+    if found is None:
+        raise UserError(f"--resume: no whole checkpoint in {out / 'checkpoints'}; start without --resume in another --out")
+    stored = json.loads((found / "state.json").read_text())["config"]
+    now = json.loads(json.dumps(dataclasses.asdict(config)))
+    for name in ("model", "task", "seed", "task_config", "prompts_per_step", "samples_per_prompt"):
+        if stored[name] != now[name]:
+            raise UserError(f"--resume: {name} was {stored[name]!r} and is {now[name]!r}: the run could not go on as it began")
+    return found
+
+
+def restore(run: Any, folder: Path) -> None:
+    """Counters, optimizer and random state; the weights were loaded with the policy."""
+    state = json.loads((folder / "state.json").read_text())
+    for name in COUNTERS:
+        setattr(run, name, state[name])
+    load_optimizer(run.optimizer, run.parameter_names, folder / "optimizer.safetensors")
+    restore_random_state(state["random"])
+    run.log.print(f"resumed after step {run.step} from {folder}")

@@ -222,8 +222,9 @@ class Refit:
     """
 
     def __init__(self, url: str, policy: Policy, dtype: torch.dtype, backend: str, deadlines: DeadlineConfig):
-        import gloo_transfer  # imports vLLM, which takes seconds and patches torch's compiler: only where an engine is used
         from vllm.distributed.weight_transfer import HTTPVLLMWeightSyncClient, WeightTransferTrainerFactory
+
+        import gloo_transfer  # imports vLLM, which takes seconds and patches torch's compiler: only where an engine is used
 
         assert backend == "gloo"
         self.url, self.timeout = url, deadlines.refit

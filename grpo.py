@@ -21,166 +21,28 @@ import asyncio
 import dataclasses
 import json
 import math
-import random
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
-import tyro
-from torch import Tensor
 
 import checkpoint
 import cluster
 import loss
 import objectives
 import policy as policies
-from checkpoint import CheckpointConfig
-from cluster import EngineConfig, Plan
-from log import Log, LogConfig, Metrics, Timer, plot_run, samples_table
-from policy import Batch, OptimConfig, Policy, PolicyConfig
-from rollout import (
-    DeadlineConfig,
-    EngineError,
-    HFEngine,
-    Renderer,
-    Rollout,
-    Sampler,
-    SamplingConfig,
-    VLLMEngine,
-    rollout_metrics,
-    sample_groups,
-)
-from task import Example, Task, TaskConfig, UserError, evaluation, keep, load_task, position, self_test
-
-
-# what the flags of LossConfig choose from: the daily ones and the long tail (docs/objectives.md)
-OBJECTIVES = loss.OBJECTIVES | objectives.OBJECTIVES
-CORRECTIONS = loss.CORRECTIONS | objectives.CORRECTIONS
-KL_GRADIENTS = loss.KL_GRADIENTS | objectives.KL_GRADIENTS
-PRESETS = loss.PRESETS | objectives.PRESETS
-
-
-@dataclass
-class LossConfig:
-    preset: str = ""  # settings by a method's name: grpo, dr_grpo, dapo, gspo, cispo, rloo, ... (docs/objectives.md); flags given beside it win
-    objective: str = "ppo"  # ppo, cispo, reinforce; dual_clip, gmpo, sapo, vespo, dppo_tv, clip_cov, ... (docs/objectives.md)
-    objective_params: dict[str, float] = field(default_factory=dict)  # settings the objective has of its own, for example: tau_negative 1.1
-    level: str = "token"  # of the ratio: token, or sequence (GSPO)
-    anchor: str = "old"  # the ratio is to the old policy, or to the sampler: gen (no correction then)
-    clip_low: float = 0.2  # the ratio is clipped below at 1 - clip_low
-    clip_high: float = 0.28  # and above at 1 + clip_high (DAPO's clip-higher)
-    reduction: str = "token_mean"  # token_mean, sequence_mean, constant (Dr. GRPO), prompt_mean, sequence_sum
-    reward_from: tuple[float, float] | None = None  # rewards are clamped to this interval and
-    reward_to: tuple[float, float] | None = None  # mapped linearly onto this one
-    overlong_buffer: int = 0  # the last so many tokens before the longest completion cost up to overlong_penalty (DAPO); 0: off
-    overlong_penalty: float = 1.0  # reward lost at the longest completion
-    stop_properly: float = 1.0  # share of its reward that a truncated completion keeps
-    baseline: str = "mean"  # of the group: mean, leave_one_out, length_weighted (OPO); batch_mean; none; or pass_at_k
-    scale: str = "std"  # advantages are divided by the group's std, leave_one_out_std or mean (MaxRL); batch_std; none
-    std: Literal["sample", "population"] = "sample"  # divide squared deviations by n - 1, or by n
-    gdpo: bool = False  # normalise every named reward by itself, then add them up (GDPO)
-    whiten: bool = False  # whiten advantages over the tokens of the optimizer step (REINFORCE++)
-    advantage_clip_low: float | None = None  # lower bound of an advantage
-    advantage_clip_high: float | None = None  # upper bound
-    no_signal: Literal["drop", "keep"] = "drop"  # groups of equal rewards: absent from every term and denominator, or kept with advantage 0
-    overlong_filter: bool = False  # truncated completions stay in their group's baseline and leave loss and denominators
-    correction: str = "none"  # of trainer against engine: none, truncate (TIS), mask (IcePop), sequence_mask, ...
-    correction_low: float = 0.0  # lower bound of the correction's weight
-    correction_high: float = 2.0  # upper bound
-    rejection: str = "none"  # drops tokens or completions besides: veto, opsm, m2po, k3_mean, ...
-    rejection_params: dict[str, float] = field(default_factory=dict)  # its own settings, for example: threshold 0.02
-    sequence_error_limit: float = 0.0  # completions whose mean exp |log pi_old - log mu| is above leave the step (1.5, say); 0: off
-    kl: str = "k3"  # estimator: k1, k2, k3
-    kl_coef: float = 0.0  # weight of the KL term to the starting model; 0: no reference model is built
-    kl_in: str = "loss"  # loss; or subtracted: reward (per completion), advantage (per token), return (the rest of the completion)
-    kl_gradient: str = "true"  # in the loss: true, naive (as written: TRL, verl), score, ratio (DeepSeek-V3.2), ratio_gen
-    kl_input_clamp: float = 20.0  # bound on |log pi - log ref|; inf: off
-    kl_output_clamp: float = 10.0  # bound on the estimate; inf: off
-    entropy_coef: float = 0.0  # weight of an entropy bonus; with entropy_target, the one it starts from
-    entropy_target: float = 0.0  # adapt the coefficient: it grows while the entropy of a step is below this, and is off above; 0: fixed
-    entropy_delta: float = 0.005  # by so much per optimizer step
-    entropy_share: float = 1.0  # only this share of the tokens, of the highest entropy, trains the policy (.2: arXiv 2506.01939); one more forward
-    likelihood_coef: float = 0.0  # weight of -log pi on completions of positive reward (VAPO)
-    mismatch_limit: float = 0.0  # stop when mismatch_k3 between engine and trainer exceeds this; 0: 1e-3 in float32, 0.05 in bfloat16
-
-    @property
-    def needs_step(self) -> bool:
-        """Whether something has to know the whole optimizer step before its first micro-batch."""
-        return objectives.needs_step(self.objective, self.correction, self.rejection, self.entropy_share)
-
-    def needs_old(self, updates: int) -> bool:
-        """Whether the old policy has to be scored by its own forward pass, for so many optimizer steps on one batch."""
-        reads_old = self.anchor == "old" or self.rejection != "none" or self.kl_gradient == "ratio"
-        return updates > 1 and reads_old or self.needs_step or self.kl_in != "loss" or self.sequence_error_limit > 0
-
-
-@dataclass
-class EvalConfig:
-    every: int = 10  # steps between evaluations on held-out examples, besides one at the start and one at the end; 0: never
-    samples: int = 1  # completions per held-out example
-    temperature: float = 1.0  # 0: greedy
-    top_p: float = 1.0  # nucleus of evaluation sampling
-
-
-@dataclass
-class Config:
-    model: str = ""  # folder or hub name of a causal language model
-    task: str = "gsm8k"  # arith, gsm8k, or path/to/file.py:name
-    engine: Literal["auto", "vllm", "hf"] = "auto"  # vllm; hf: the policy samples itself; auto: vllm where it is installed
-    out: str = ""  # folder for everything the run writes; off: out/TASK-TIME
-    resume: bool = False  # go on from the newest whole checkpoint in --out
-    dry_run: bool = False  # check and print the whole configuration, load no model
-    seed: int = 0  # of prompt order and sampling
-    steps: int = 1000  # at most this many steps
-    epochs: float = 0.0  # at most this many passes over the training examples; 0: no bound
-    prompts_per_step: int = 32  # P
-    samples_per_prompt: int = 8  # G, completions per prompt
-    updates_per_batch: int = 1  # optimizer steps a batch is split into, by whole groups; old log-probabilities are frozen once
-    passes: int = 1  # times a batch is gone through
-    max_empty_steps: int = 10  # steps in a row without any group that carries signal before the run stops with an error
-    task_config: Annotated[TaskConfig, tyro.conf.arg(name="task")] = field(default_factory=TaskConfig)
-    sampling: SamplingConfig = field(default_factory=SamplingConfig)
-    loss: LossConfig = field(default_factory=LossConfig)
-    optim: OptimConfig = field(default_factory=OptimConfig)
-    policy: PolicyConfig = field(default_factory=PolicyConfig)
-    engine_config: Annotated[EngineConfig, tyro.conf.arg(name="engine")] = field(default_factory=EngineConfig)
-    eval: EvalConfig = field(default_factory=EvalConfig)
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    log: LogConfig = field(default_factory=LogConfig)
-    deadlines: DeadlineConfig = field(default_factory=DeadlineConfig)
-
-
-def check(config: Config) -> None:
-    """Everything that can be known to be wrong before anything is loaded. Raises UserError, naming the flags and the fix."""
-    if not config.model:
-        raise UserError("--model is missing: give a folder or a hub name, for example --model Qwen/Qwen2.5-1.5B")
-    if config.model.startswith((".", "/")) and not Path(config.model, "config.json").exists():
-        raise UserError(f"--model {config.model}: no config.json there")
-    for name in ("steps", "prompts_per_step", "samples_per_prompt", "updates_per_batch", "passes", "max_empty_steps"):
-        if getattr(config, name) < 1:
-            raise UserError(f"--{name.replace('_', '-')} {getattr(config, name)}: must be at least 1")
-    if config.updates_per_batch > config.prompts_per_step:
-        raise UserError(f"--updates-per-batch {config.updates_per_batch} exceeds --prompts-per-step {config.prompts_per_step}: a group is never split")
-    if config.engine_config.max_num_seqs < config.samples_per_prompt:
-        raise UserError("--engine.max-num-seqs must be at least --samples-per-prompt: vLLM refuses larger groups")
-    if config.sampling.temperature <= 0:
-        raise UserError(f"--sampling.temperature {config.sampling.temperature}: training samples need a temperature above 0 (--eval.temperature 0 is greedy)")
-    if config.sampling.max_completion_tokens < 1 or config.sampling.max_prompt_tokens < 1:
-        raise UserError("--sampling.max-prompt-tokens and --sampling.max-completion-tokens must be at least 1")
-    try:
-        objectives.validate(vars(config.loss), config.samples_per_prompt, config.sampling.max_completion_tokens)
-    except ValueError as error:
-        raise UserError(str(error)) from None
-    if config.out and Path(config.out).exists() and any(Path(config.out).iterdir()) and not config.resume and not config.dry_run:
-        raise UserError(f"--out {config.out} is not empty: add --resume to go on with that run, or give another folder")
-    if config.resume and not config.out:
-        raise UserError("--resume needs --out, the folder of the run to go on with")
-
+from cluster import Plan
+from config import CORRECTIONS, KL_GRADIENTS, OBJECTIVES, Config, LossConfig, check, parse
+from log import Log, Metrics, Timer, plot_run, start_trackers, step_line, write_samples
+from policy import Batch, Policy
+from rollout import EngineError, HFEngine, Renderer, Rollout, Sampler, VLLMEngine, rollout_metrics, sample_groups
+from shaping import Rows, advantages_of, after_scoring, likelihood_coefficients, prepare, shape
+from task import Example, Task, UserError, evaluation, keep, load_task, position, self_test
 
 # ------------------------------------------------------------------------------------------------ (1) prompts
 
@@ -264,7 +126,7 @@ def setup(config: Config) -> Run:
     total = total_steps(config, len(examples))
     if total < 1:
         raise UserError(f"--epochs {config.epochs} of {len(examples)} prompts is less than one step of --prompts-per-step {config.prompts_per_step}")
-    resumed = find_checkpoint(config, out)
+    resumed = checkpoint.find(config, out)
     log = Log(out, config.log, keep_until=json.loads((resumed / "state.json").read_text())["step"] if resumed else None)
     (out / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=1))
     log.print(f"{config.task}: {len(examples)} training prompts, {len(task.eval)} held out, {renderer.format} prompts; {plan.table()}")
@@ -297,7 +159,7 @@ def setup(config: Config) -> Run:
         run = Run(config, plan, out, task, examples, renderer, tokenizer, policy, reference, optimizer, engine, refit, server, log, Timer(), total)
         run.entropy_coef = run.entropy_bonus = config.loss.entropy_coef
         if resumed:
-            restore(run, resumed)
+            checkpoint.restore(run, resumed)
         return run
     except BaseException:
         if server is not None:
@@ -349,51 +211,6 @@ def sample(run: Run) -> list[list[Rollout]]:
 
 
 # ------------------------------------------------------------------------------------------------ (4) advantages
-
-
-@dataclass
-class Rows:
-    """What a step trains on: rollouts with their advantages and weights; members of a group stand together."""
-
-    rollouts: list[Rollout]
-    rewards: np.ndarray  # (R,) after scaling and shaping
-    advantages: np.ndarray  # (R,)
-    weights: np.ndarray  # (R,) 1, or 0 for rows that leave loss and denominators
-
-    def groups(self) -> list[list[int]]:
-        """Row numbers by group, in order."""
-        found: dict[int, list[int]] = {}
-        for row, rollout in enumerate(self.rollouts):
-            found.setdefault(rollout.index, []).append(row)
-        return list(found.values())
-
-    def take(self, rows: Sequence[int]) -> "Rows":
-        return Rows([self.rollouts[r] for r in rows], self.rewards[list(rows)], self.advantages[list(rows)], self.weights[list(rows)])
-
-
-def shape(rewards: np.ndarray, rollouts: Sequence[Rollout], config: LossConfig, longest: int) -> np.ndarray:
-    """(R,) rewards scaled, then shaped by length."""
-    if config.reward_from is not None and config.reward_to is not None:
-        rewards, _ = objectives.scale_rewards(rewards, config.reward_from, config.reward_to)
-    rewards = objectives.stop_properly(rewards, np.array([r.truncated for r in rollouts], dtype=bool), config.stop_properly)
-    if config.overlong_buffer:
-        lengths = np.array([sum(r.sampled) for r in rollouts])
-        rewards = rewards + objectives.soft_overlong_penalty(lengths, longest, config.overlong_buffer, config.overlong_penalty)
-    return rewards
-
-
-def advantages_of(rollouts: Sequence[Rollout], rewards: np.ndarray, config: LossConfig, reward_weights: dict[str, float]) -> np.ndarray:
-    """(R,) of whole groups."""
-    ids = np.array([r.index for r in rollouts])
-    lengths = np.array([sum(r.sampled) for r in rollouts])
-    settings: dict[str, Any] = dict(baseline=config.baseline, scale=config.scale, population=config.std == "population", row_tokens=lengths)
-    if config.gdpo:
-        components = {name: np.array([r.rewards.get(name, 0.0) for r in rollouts]) for name in {n for r in rollouts for n in r.rewards}}
-        advantages = objectives.gdpo(components, ids, {name: reward_weights.get(name, 1.0) for name in components}, **settings)
-    else:
-        advantages = objectives.advantages(rewards, ids, **settings)
-    low, high = config.advantage_clip_low, config.advantage_clip_high
-    return advantages.clip(-math.inf if low is None else low, math.inf if high is None else high)
 
 
 def make_rows(
@@ -452,60 +269,6 @@ def update(run: Run, rows: Rows) -> Metrics:
         if part.weights.any():
             metrics.add(one_update(run, part, batches, check_mismatch=number == 0))
     return metrics
-
-
-def after_scoring(run: Run, rows: Rows, batches: list[Batch]) -> Metrics:
-    """What advantages and weights owe to log-probabilities: KL in the reward, and completions that engine and trainer score too differently."""
-    settings, metrics = run.config.loss, Metrics()
-    if settings.kl_in == "reward":
-        for batch in batches:
-            kl = objectives.kl_in_reward(batch.logprobs_old, batch.logprobs_ref, batch.row_ids, len(batch.rows), settings.kl)
-            rows.rewards[batch.rows] -= settings.kl_coef * kl.double().cpu().numpy()
-            metrics.mean("kl_reward", float(kl.sum()), len(kl))
-        rows.advantages = advantages_of(rows.rollouts, rows.rewards, settings, run.task.reward_weights)
-    if settings.sequence_error_limit:
-        error = np.zeros(len(rows.rollouts))
-        for batch in batches:
-            error[batch.rows] = objectives.sequence_error(batch.logprobs_old, batch.logprobs_gen, batch.row_ids, len(batch.rows)).cpu().numpy()
-        keep, found = objectives.drop_by_sequence_error(error, rows.weights != 0, rows.rewards, settings.sequence_error_limit)
-        rows.weights = np.where(keep, rows.weights, 0.0)
-        metrics.add(found)
-    return metrics
-
-
-def prepare(run: Run, rows: Rows, batches: list[Batch], weights: Tensor) -> list[tuple[Tensor, loss.StepValues]]:
-    """For each micro-batch the advantages of its tokens (N,), and what a setting must know about the whole optimizer step."""
-    settings, device = run.config.loss, run.policy.device
-    row_ids = [torch.tensor(batch.rows, device=device)[batch.row_ids] for batch in batches]  # (N,) rows of the step
-    of_rows = torch.tensor(rows.advantages, dtype=torch.float32, device=device)  # (R,)
-    advantages = [of_rows[ids] for ids in row_ids]
-    if settings.kl_in in ("advantage", "return"):
-        for batch, values in zip(batches, advantages):
-            kl = objectives.kl_in_reward(batch.logprobs_old, batch.logprobs_ref, batch.row_ids, len(batch.rows), settings.kl, settings.kl_in)
-            values -= settings.kl_coef * kl
-    sizes, ids = [len(values) for values in advantages], torch.cat(row_ids)
-    trained = weights[ids] != 0
-    if settings.whiten:
-        advantages = list(objectives.whiten(torch.cat(advantages), trained).split(sizes))
-    if not settings.needs_step:
-        return [(values, loss.StepValues()) for values in advantages]
-    now = [(batch.logprobs_old, None) for batch in batches]
-    if settings.entropy_share < 1 or ("objective", settings.objective) in objectives.PREPARATIONS:  # these ask the policy as it is now
-        with torch.no_grad():
-            now = [run.policy(batch) for batch in batches]
-    logprobs, old, gen = (torch.cat(values) for values in ([n[0] for n in now], [b.logprobs_old for b in batches], [b.logprobs_gen for b in batches]))
-    entropy = None if now[0][1] is None else torch.cat([n[1] for n in now])
-    tokens = loss.Tokens(logprobs, old, gen, torch.cat(advantages), ids, len(weights), trained, entropy)
-    keys = torch.tensor([r.index * run.config.samples_per_prompt + r.sample for r in rows.rollouts], device=device)
-    positions = torch.cat([batch.position_ids[batch.source] for batch in batches])
-    step = objectives.prepare(
-        tokens, objective=settings.objective, objective_params=settings.objective_params, clip_low=settings.clip_low, clip_high=settings.clip_high,
-        correction=settings.correction, correction_low=settings.correction_low, correction_high=settings.correction_high,
-        rejection=settings.rejection, rejection_params=settings.rejection_params, entropy_share=settings.entropy_share,
-        uniform=objectives.keyed_uniform(run.config.seed, run.updates, keys[ids], positions),
-    )  # fmt: skip
-    ends = np.cumsum(sizes)
-    return [(values, step[end - size : end]) for values, size, end in zip(advantages, sizes, ends)]
 
 
 def one_update(run: Run, rows: Rows, batches: list[Batch], check_mismatch: bool) -> Metrics:
@@ -567,13 +330,6 @@ def row_coefficients(rows: Rows, config: Config) -> np.ndarray:
     return reduced.numpy() * rows.weights
 
 
-def likelihood_coefficients(rows: Rows, coef: float) -> np.ndarray:
-    """(R,) coef / tokens of all completions of positive reward, on exactly those."""
-    positive = (rows.rewards > 0) & (rows.weights != 0)
-    tokens = sum(sum(r.sampled) for r, p in zip(rows.rollouts, positive) if p)
-    return coef * positive / max(1, tokens)
-
-
 def stop_on_mismatch(run: Run, k3: float) -> None:
     """The canary: engine and trainer score the same tokens with the same weights, so anything but rounding is a bug."""
     limit = run.config.loss.mismatch_limit or (1e-3 if run.policy.compute_dtype == torch.float32 else 0.05)
@@ -584,16 +340,12 @@ def stop_on_mismatch(run: Run, k3: float) -> None:
         )
 
 
-def train_step(run: Run) -> tuple[Metrics, list[list[Rollout]]]:
-    """Steps (1) to (7) of the box above."""
-    refit_if_stale(run)
-    groups = sample(run)
-    failures = [r.failure for group in groups for r in group]
-    if all("VerifierError" in failure for failure in failures):
-        raise UserError(f"all {len(failures)} verifications of step {run.step + 1} failed, so there is no reward to train on; the first: {failures[0][:500]}")
+def learn(run: Run, groups: Sequence[Sequence[Rollout]]) -> Metrics:
+    """Steps (3) to (6): what a batch of finished groups teaches. Any schedule may have sampled them."""
     metrics = rollout_metrics(groups, run.task.reward_weights)
     rows, found = make_rows(groups, run.config.loss, run.task.reward_weights, run.config.sampling.max_completion_tokens)
     metrics.add(found)
+    metrics.sum("empty_steps", float(not rows.weights.any()))
     if rows.weights.any():
         run.empty_steps = 0
         metrics.add(update(run, rows))
@@ -605,9 +357,15 @@ def train_step(run: Run) -> tuple[Metrics, list[list[Rollout]]]:
                 f"{run.empty_steps} steps in a row had no group with signal (--max-empty-steps): all rewards of each group were equal"
                 + (f"; failures: {'; '.join(failures)[:500]}" if failures else "; the task may be too hard or too easy for this model")
             )
-    metrics.sum("empty_steps", float(not rows.weights.any()))
     run.step += 1
-    return metrics, groups
+    return metrics
+
+
+def train_step(run: Run) -> tuple[Metrics, list[list[Rollout]]]:
+    """Steps (1) to (7) of the box above, (7) being the first thing the next step does."""
+    refit_if_stale(run)
+    groups = sample(run)
+    return learn(run, groups), groups
 
 
 # ------------------------------------------------------------------------------------------------ evaluation
@@ -633,7 +391,7 @@ def evaluate(run: Run) -> dict[str, float]:
     )
     flat = [r for group in rewards for r in group]
     rollouts = [r for group in good for r in group]
-    write_samples(run, rollouts)
+    write_samples(run.out, run.step, [describe(run, r) for r in rollouts], config.log.samples)
     return {
         "eval/accuracy": sum(flat) / len(flat),
         **{f"eval/{name}" if row == "all" else f"eval/{row}/{name}": value for row, scores in by_task.items() for name, value in scores.items()},
@@ -644,62 +402,11 @@ def evaluate(run: Run) -> dict[str, float]:
     }
 
 
-def write_samples(run: Run, rollouts: Sequence[Rollout]) -> None:
-    """Append a table of some completions to samples.md: from the best, the worst, and between."""
-    ranked = sorted(rollouts, key=lambda r: -r.reward(run.task.reward_weights))
-    count = min(run.config.log.samples, len(ranked))
-    picked = [ranked[i * (len(ranked) - 1) // max(1, count - 1)] for i in range(count)]
-    with (run.out / "samples.md").open("a") as file:
-        file.write(f"## after step {run.step}\n\n{samples_table([describe(run, r) for r in picked])}\n")
-
-
 def describe(run: Run, rollout: Rollout) -> dict[str, Any]:
-    last = next((m["content"] for m in reversed(rollout.messages) if m["role"] != "assistant"), "")
+    """One rollout for the sample table and for rollouts.jsonl."""
+    asked = next((m["content"] for m in reversed(rollout.messages) if m["role"] != "assistant"), "")
     text = run.tokenizer.decode(rollout.completion_ids)
-    return {"prompt": last, "completion": text, "reward": rollout.reward(run.task.reward_weights), "finish": rollout.finish or "failed"}
-
-
-# ------------------------------------------------------------------------------------------------ checkpoints
-
-
-COUNTERS = ("step", "cursor", "updates", "empty_steps", "entropy_coef", "entropy_bonus")  # the state of a run besides weights and optimizer
-
-
-def save_checkpoint(run: Run) -> None:
-    def write(folder: Path) -> None:
-        policies.export(run.policy, folder / "model", run.tokenizer, torch.float32)
-        checkpoint.save_optimizer(run.optimizer, run.parameter_names, folder / "optimizer.safetensors")
-
-    counters = {name: getattr(run, name) for name in COUNTERS}
-    versions = {name: sys.modules[name].__version__ for name in ("torch", "transformers", "numpy")}
-    state = {**counters, "random": checkpoint.random_state(), "config": dataclasses.asdict(run.config), "versions": versions}
-    with run.timer("checkpoint"):
-        checkpoint.save(run.out / "checkpoints", run.step, write, state, run.config.checkpoint.keep)
-
-
-def find_checkpoint(config: Config, out: Path) -> Path | None:
-    """The checkpoint to resume from. Raises UserError where there is none, or where the run would not be the same run."""
-    if not config.resume:
-        return None
-    found = checkpoint.latest(out / "checkpoints")
-    if found is None:
-        raise UserError(f"--resume: no whole checkpoint in {out / 'checkpoints'}; start without --resume in another --out")
-    stored = json.loads((found / "state.json").read_text())["config"]
-    now = json.loads(json.dumps(dataclasses.asdict(config)))
-    for name in ("model", "task", "seed", "task_config", "prompts_per_step", "samples_per_prompt"):
-        if stored[name] != now[name]:
-            raise UserError(f"--resume: {name} was {stored[name]!r} and is {now[name]!r}: the run could not go on as it began")
-    return found
-
-
-def restore(run: Run, folder: Path) -> None:
-    """Counters, optimizer and random state; the weights were loaded with the policy."""
-    state = json.loads((folder / "state.json").read_text())
-    for name in COUNTERS:
-        setattr(run, name, state[name])
-    checkpoint.load_optimizer(run.optimizer, run.parameter_names, folder / "optimizer.safetensors")
-    checkpoint.restore_random_state(state["random"])
-    run.log.print(f"resumed after step {run.step} from {folder}")
+    return {"prompt": asked, "completion": text, "reward": rollout.reward(run.task.reward_weights), "finish": rollout.finish or "failed"}
 
 
 # ------------------------------------------------------------------------------------------------ main
@@ -708,7 +415,7 @@ def restore(run: Run, folder: Path) -> None:
 def train(run: Run) -> dict[str, float]:
     """The loop. Returns the last evaluation's accuracy and the first's, nan where there was none."""
     config, begun = run.config, time.time()
-    trackers = start_trackers(run)
+    trackers = start_trackers(config.log, dataclasses.asdict(config), run.out, run.plan.device == "cpu")
     before = after = math.nan
     if config.eval.every and run.step == 0:
         numbers = evaluate(run)
@@ -728,43 +435,15 @@ def train(run: Run) -> dict[str, float]:
         run.log.step(run.step, numbers)
         run.log.rollouts(run.step, [describe(run, r) | {"index": r.index, "sample": r.sample} for group in groups for r in group])
         trackers.log(numbers, step=run.step)
-        run.log.print(step_line(run, numbers))
+        run.log.print(step_line(run.step, run.total, numbers))
         if last or (config.checkpoint.every and run.step % config.checkpoint.every == 0):
-            save_checkpoint(run)  # after the step's metrics are written: a resumed run finds all of them
+            checkpoint.save_run(run)  # after the step's metrics are written: a resumed run finds all of them
     trackers.end_training()
     return {"accuracy_before": before, "accuracy_after": after, "minutes": (time.time() - begun) / 60}
 
 
-def start_trackers(run: Run) -> Any:
-    """Accelerate's trackers; with none configured, its calls do nothing."""
-    from accelerate import Accelerator
-
-    trackers = Accelerator(log_with=list(run.config.log.trackers) or None, project_dir=run.out, cpu=run.plan.device == "cpu")
-    flat = {k: v if isinstance(v, (int, float, str, bool)) else str(v) for k, v in dataclasses.asdict(run.config).items()}
-    trackers.init_trackers(run.config.log.project, config=flat)
-    return trackers
-
-
-def step_line(run: Run, numbers: dict[str, float]) -> str:
-    get = numbers.get
-    line = f"step {run.step:4d}/{run.total}  reward {get('reward', math.nan):.3f}  signal {get('groups/signal', 0):.2f}"
-    line += f"  tokens {get('rollout/completion_tokens', 0):.1f}  loss {get('loss', math.nan):+.4f}  grad {get('grad_norm', math.nan):.2f}"
-    line += f"  k3 {get('mismatch_k3', math.nan):.1e}  | generation {get('time/generation', 0):.1f}s"
-    line += f"  training {get('time/training', 0):.1f}s  refit {get('time/refit', 0):.1f}s"
-    return line + (f"  | held-out accuracy {numbers['eval/accuracy']:.3f}" if "eval/accuracy" in numbers else "")
-
-
-def parse(arguments: Sequence[str]) -> Config:
-    """The command line. A preset becomes the default of the loss settings, so that flags beside it win."""
-    preset = next((b for a, b in zip(arguments, arguments[1:]) if a == "--loss.preset"), "")
-    if preset and preset not in PRESETS:
-        raise UserError(f"--loss.preset {preset}: give one of {', '.join(PRESETS)}")
-    default = Config(loss=LossConfig(preset=preset, **PRESETS.get(preset, {})))  # type: ignore[arg-type]
-    return tyro.cli(Config, args=list(arguments), default=default, description=__doc__)
-
-
 def main(arguments: Sequence[str]) -> None:
-    config = parse(arguments)
+    config = parse(arguments, __doc__ or "")
     check(config)
     if config.dry_run:
         asyncio.run(self_test(load_task(config.task, config.task_config)))

@@ -191,3 +191,34 @@ def plot_run(folder: Path, window: int = 5) -> Path | None:
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
     return path
+
+
+def write_samples(folder: Path, step: int, rows: Sequence[Mapping[str, Any]], count: int) -> None:
+    """Append a table of `count` completions to samples.md: from the best, the worst, and between."""
+    ranked = sorted(rows, key=lambda row: -row["reward"])
+    count = min(count, len(ranked))
+    picked = [ranked[i * (len(ranked) - 1) // max(1, count - 1)] for i in range(count)]
+    with (folder / "samples.md").open("a") as file:
+        file.write(f"## after step {step}\n\n{samples_table(picked)}\n")
+
+
+def step_line(step: int, total: int, numbers: Mapping[str, float]) -> str:
+    """What the terminal shows of a step."""
+    get = numbers.get
+    line = f"step {step:4d}/{total}  reward {get('reward', math.nan):.3f}  signal {get('groups/signal', 0):.2f}"
+    line += f"  tokens {get('rollout/completion_tokens', 0):.1f}"
+    if "grad_norm" in numbers:
+        line += f"  loss {numbers['loss']:+.4f}  grad {numbers['grad_norm']:.2f}  k3 {get('mismatch_k3', math.nan):.1e}"
+    else:
+        line += "  no group with signal, no update"
+    line += f"  | generation {get('time/generation', 0):.1f}s  training {get('time/training', 0):.1f}s  refit {get('time/refit', 0):.1f}s"
+    return line + (f"  | held-out accuracy {numbers['eval/accuracy']:.3f}" if "eval/accuracy" in numbers else "")
+
+
+def start_trackers(config: LogConfig, settings: Mapping[str, Any], folder: Path, cpu: bool) -> Any:
+    """Accelerate's trackers (`.log(numbers, step=)`, `.end_training()`); with none configured, their calls do nothing."""
+    from accelerate import Accelerator
+
+    trackers = Accelerator(log_with=list(config.trackers) or None, project_dir=folder, cpu=cpu)
+    trackers.init_trackers(config.project, config={k: v if isinstance(v, (int, float, str, bool)) else str(v) for k, v in settings.items()})
+    return trackers

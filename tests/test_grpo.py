@@ -283,7 +283,7 @@ def test_an_unknown_flag_is_refused_with_the_nearest_one(capsys):
 
 
 def test_a_preset_sets_the_loss_and_flags_beside_it_win():
-    config = grpo.parse("--loss.preset gspo --loss.clip-high 0.1".split())
+    config = grpo.parse("--loss.preset gspo --loss.clip-high 0.1".split(), "")
     assert (config.loss.level, config.loss.reduction, config.loss.clip_low, config.loss.clip_high) == ("sequence", "sequence_mean", 3e-4, 0.1)
 
 

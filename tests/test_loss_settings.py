@@ -8,6 +8,7 @@ import pytest
 import tiny
 from test_grpo import rollouts, run, untimed
 
+import config as config_module
 import grpo
 from grpo import LossConfig, make_rows
 
@@ -102,12 +103,12 @@ def test_the_denominator_counts_the_rows_of_one_optimizer_step_only(reduction):
 
 
 def test_old_presets_and_new_ones_are_flags():
-    config = grpo.parse("--loss.preset dr_grpo".split())
+    config = config_module.parse("--loss.preset dr_grpo".split(), "")
     assert (config.loss.scale, config.loss.reduction) == ("none", "constant")
-    config = grpo.parse("--loss.preset sapo --loss.objective-params tau_negative 1.1".split())
+    config = config_module.parse("--loss.preset sapo --loss.objective-params tau_negative 1.1".split(), "")
     assert config.loss.objective_params == {"tau_negative": 1.1}
-    for name in grpo.PRESETS:
-        grpo.check(dataclasses.replace(grpo.parse(["--loss.preset", name]), model="hub/model"))
+    for name in config_module.PRESETS:
+        config_module.check(dataclasses.replace(config_module.parse(["--loss.preset", name], ""), model="hub/model"))
 
 
 def test_likelihood_counts_the_positive_tokens_of_the_whole_step():
