@@ -2,27 +2,35 @@
 
     --task calculator
 
-A problem is like 37 * 48 + 913. One call and its result are shown in the prompt. Reward: 1 for the right number as the only number of
+A problem is like 37 * 48 + 913. Two calls and their results are shown in the prompt: after one, SmolLM2-135M-Instruct calls the tool in
+1 of 10 samples, after two in 9 of 10. Reward: 1 for the right number as the only number of
 the last turn, plus 0.1 for having called the tool without an error, so that a model which never calls has something to find.
 """
 
 import random
 
-from task import Example, Task, TaskConfig, assistant, exact_integer, user
+from task import Example, Message, Task, TaskConfig, assistant, exact_integer, user
 from tools import ToolUse, tool_prompt, tool_stops
 from tools import calculator as tool
 
 
+SHOTS = [("12 * 34 + 5", "413"), ("81 * 27 - 450", "1737")]
+
+
+def shown(problem: str, result: str) -> list[Message]:
+    call = f"<calculator>{problem}</calculator>"
+    return [user(f"What is {problem}?"), assistant(call), user(f"<result>{result}</result>"), assistant(result)]
+
+
 def calculator(config: TaskConfig) -> Task:
-    shot = [user("What is 12 * 34 + 5?"), assistant("<calculator>12 * 34 + 5</calculator>"), user("<result>413</result>"), assistant("413")]
+    shots = [message for shot in SHOTS[: 2 if config.few_shot is None else config.few_shot] for message in shown(*shot)]
     opening = [{"role": "system", "content": config.system_prompt}] if config.system_prompt else []
-    opening += shot if config.few_shot is None or config.few_shot > 0 else []
 
     def example(number: int) -> Example:
         draw = random.Random(number)
         a, b, c = draw.randint(11, 99), draw.randint(11, 99), draw.randint(100, 999)
         sign = draw.choice("+-")
-        return Example([*opening, user(f"What is {a} * {b} {sign} {c}?")], answer=a * b + (c if sign == "+" else -c))
+        return Example([*opening, *shots, user(f"What is {a} * {b} {sign} {c}?")], answer=a * b + (c if sign == "+" else -c))
 
     return Task(
         name="calculator",
