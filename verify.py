@@ -84,7 +84,8 @@ class Verdict:
 def last_boxed(text: str) -> str | None:
     """The content of the last complete \\boxed{...} or \\fbox{...}, braces balanced; one pass, whatever the text.
 
-    >>> [last_boxed(t) for t in (r"\\boxed{\\frac{1}{2}}", r"\\boxed{41} wait \\boxed{42}", r"\\boxed{\\boxed{42}}", r"\\boxed{42", r"\\boxed 5", r"\\boxed{\\{1,2\\}}")]
+    >>> texts = r"\\boxed{\\frac{1}{2}}", r"\\boxed{41} wait \\boxed{42}", r"\\boxed{\\boxed{42}}", r"\\boxed{42", r"\\boxed 5", r"\\boxed{\\{1,2\\}}"
+    >>> [last_boxed(text) for text in texts]
     ['\\\\frac{1}{2}', '42', '42', None, '5', '\\\\{1,2\\\\}']
     """
     found: str | None = None

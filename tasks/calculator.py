@@ -3,8 +3,8 @@
     --task calculator
 
 A problem is like 37 * 48 + 913. Two calls and their results are shown in the prompt: after one, SmolLM2-135M-Instruct calls the tool in
-1 of 10 samples, after two in 9 of 10. Reward: 1 for the right number as the only number of
-the last turn, plus 0.1 for having called the tool without an error, so that a model which never calls has something to find.
+1 of 10 samples, after two in 9 of 10. Reward: 1 for the right number as the only number of the last turn, plus 0.1 for having called the
+tool without an error, so that a model which never calls has something to find.
 """
 
 import random
@@ -12,7 +12,6 @@ import random
 from task import Example, Message, Task, TaskConfig, assistant, exact_integer, user
 from tools import ToolUse, tool_prompt, tool_stops
 from tools import calculator as tool
-
 
 SHOTS = [("12 * 34 + 5", "413"), ("81 * 27 - 450", "1737")]
 

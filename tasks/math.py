@@ -5,7 +5,8 @@ r"""Mathematics with boxed answers: MATH, AIME, or any table of problems and ans
     --task math:answer --task.data ...                            <answer>...</answer> in place of \boxed{...}; likewise `math:####`
 
 The reference may be the bare answer, or a solution whose last \boxed{...} holds it. Rows without a usable reference are dropped and
-counted. A bonus for thinking first: --task.extra-rewards tasks/math.py:thinks --task.reward-weights thinks 0.1. Answers are compared by verify.py: exactly where they are numbers, by sympy in killable workers where they are expressions.
+counted. Answers are compared by verify.py: exactly where they are numbers, by sympy in killable workers where they are expressions.
+A bonus for thinking first: --task.extra-rewards tasks/math.py:thinks --task.reward-weights thinks 0.1.
 """
 
 from dataclasses import replace

@@ -1,6 +1,7 @@
 """Verification: what counts as right, and that no answer and no verifier can fool or stop a run."""
 
 import asyncio
+import doctest
 import os
 import subprocess
 import sys
@@ -44,6 +45,10 @@ def script(tmp_path):
 
 def boxed(answer):
     return f"so it is \\boxed{{{answer}}}."
+
+
+def test_the_examples_in_docstrings_hold():
+    assert doctest.testmod(verify).failed == 0
 
 
 # ---------------------------------------------------------------- extraction
