@@ -1,7 +1,7 @@
 """A reward model: a sequence-classification model with one score, here or behind vLLM.
 
     --task reward_model:FOLDER_OR_HUB_ID --task.data prompts.jsonl        by transformers, in this process, on REWARD_MODEL_DEVICE (off: cpu)
-    --task reward_model:http://127.0.0.1:8001 --task.data prompts.jsonl   by vLLM on devices of its own: vllm serve MODEL --task classify --port 8001
+    --task reward_model:http://127.0.0.1:8001 --task.data prompts.jsonl   by vLLM on devices of its own: vllm serve MODEL --runner pooling --port 8001
     --task gsm8k --task.extra-rewards reward_model:FOLDER                 one named reward among others: --task.reward-weights reward_model 0.1
 
 The score is the raw logit, before any sigmoid or softmax. The conversation goes through the reward model's own chat template; a model
