@@ -120,7 +120,11 @@ def engine_command(model: str, port: int, plan: Plan, config: EngineConfig, max_
     command += ["--enable-scale-out", "--weight-transfer-config", f'{{"backend": "{plan.backend}"}}', "--worker-extension-cls", extension]
     command += ["--tensor-parallel-size", str(config.tensor_parallel), "--generation-config", "vllm"]  # sampling settings are ours alone
     command += ["--block-size", str(block_size)] if block_size else []
-    command += ["--enforce-eager"] if plan.device == "cpu" else ["--gpu-memory-utilization", str(config.gpu_memory_utilization)]
+    if plan.device == "cpu":
+        # a prompt prefilled in two parts rewinds its request's random generator, which a CPU generator cannot: the server would die
+        command += ["--enforce-eager", "--no-enable-chunked-prefill", "--max-num-batched-tokens", str(max(2048, max_model_len))]
+    else:
+        command += ["--gpu-memory-utilization", str(config.gpu_memory_utilization)]
     return [*command, *config.extra]
 
 
@@ -158,7 +162,7 @@ class Server:
         """The first error in its log, which is the cause, and the last lines, without what its libraries say about their own clean-up."""
         with self.log.open(errors="replace") as file:
             text = [line.rstrip() for line in file if not re.search(r"leaked|nanobind|resource_tracker", line)]
-        cause = [line for line in text if re.search(r"\b\w*(Error|Exception)\b: ", line)][:1]
+        cause = [line for line in text if re.search(r"\w(Error|Exception): ", line) and "WARNING" not in line][:1]
         return "\n".join([line for line in cause if line not in text[-lines:]] + text[-lines:])
 
     def check_alive(self) -> None:

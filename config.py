@@ -4,8 +4,9 @@ A setting lives beside the code that reads it (SamplingConfig in rollout.py, Opt
 the loss, of evaluation and of the run itself, and refuses impossible combinations with a sentence that names the flags and the fix.
 """
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -84,6 +85,8 @@ class LossConfig:
 @dataclass
 class EvalConfig:
     every: int = 10  # steps between evaluations on held-out examples, besides one at the start and one at the end; 0: never
+    first: int = 0  # no evaluation before this step
+    stop_at: float = math.inf  # end the run when held-out accuracy reaches this; inf: never
     samples: int = 1  # completions per held-out example
     temperature: float = 1.0  # 0: greedy
     top_p: float = 1.0  # nucleus of evaluation sampling
@@ -96,6 +99,7 @@ class Config:
     engine: Literal["auto", "vllm", "hf"] = "auto"  # vllm; hf: the policy samples itself; auto: vllm where it is installed
     out: str = ""  # folder for everything the run writes; off: out/TASK-TIME
     resume: bool = False  # go on from the newest whole checkpoint in --out
+    eval_only: bool = False  # evaluate --model on the held-out examples, print the table, train nothing
     dry_run: bool = False  # check and print the whole configuration, load no model
     seed: int = 0  # of prompt order and sampling
     steps: int = 1000  # at most this many steps
@@ -104,6 +108,8 @@ class Config:
     samples_per_prompt: int = 8  # G, completions per prompt
     updates_per_batch: int = 1  # optimizer steps a batch is split into, by whole groups; old log-probabilities are frozen once
     passes: int = 1  # times a batch is gone through
+    refill: int = 0  # rounds of further prompts, as many as groups are missing, until every group of a step carries signal (DAPO); 0: none
+    retire_at: float = math.inf  # a prompt leaves the order once the mean reward of its group reaches this; inf: never
     max_empty_steps: int = 10  # steps in a row without any group that carries signal before the run stops with an error
     task_config: Annotated[TaskConfig, tyro.conf.arg(name="task")] = field(default_factory=TaskConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
@@ -115,6 +121,11 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
     deadlines: DeadlineConfig = field(default_factory=DeadlineConfig)
+
+    @property
+    def task_settings(self) -> TaskConfig:
+        """What a task is built from: its own settings, and the deadline of a reward."""
+        return replace(self.task_config, reward_deadline=self.deadlines.verifier)
 
 
 def check(config: Config) -> None:
@@ -140,6 +151,10 @@ def check(config: Config) -> None:
         raise UserError(str(error)) from None
     if config.out and Path(config.out).exists() and any(Path(config.out).iterdir()) and not config.resume and not config.dry_run:
         raise UserError(f"--out {config.out} is not empty: add --resume to go on with that run, or give another folder")
+    if config.refill and config.loss.no_signal == "keep":
+        raise UserError("--refill replaces groups without signal, which --loss.no-signal keep keeps: give one of the two")
+    if config.eval_only and not config.eval.every:
+        raise UserError("--eval-only with --eval.every 0: there is nothing to do")
     if config.resume and not config.out:
         raise UserError("--resume needs --out, the folder of the run to go on with")
 

@@ -24,7 +24,7 @@ import math
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -42,19 +42,19 @@ from log import Log, Metrics, Timer, plot_run, start_trackers, step_line, write_
 from policy import Batch, Policy
 from rollout import EngineError, HFEngine, Renderer, Rollout, Sampler, VLLMEngine, rollout_metrics, sample_groups
 from shaping import Rows, advantages_of, after_scoring, likelihood_coefficients, prepare, shape
-from task import Example, Task, UserError, evaluation, keep, load_task, position, self_test
+from task import Example, Task, UserError, evaluation, keep, load_task, next_position, position, self_test
 
 # ------------------------------------------------------------------------------------------------ (1) prompts
 
 
-def prompt_at(index: int, examples: Sequence[Example], seed: int) -> Example:
-    """The example at a position of the endless global order: each epoch is its own permutation, f(seed, epoch) alone.
-
-    >>> sorted(prompt_at(i, ["a", "b", "c"], seed=1) for i in range(3, 6))
-    ['a', 'b', 'c']
-    """
-    epoch, position = divmod(index, len(examples))
-    return examples[np.random.default_rng((seed, epoch)).permutation(len(examples))[position]]
+def take_prompts(run: "Run", count: int) -> list[tuple[int, Example]]:
+    """The next `count` (index, example) of the endless global order: each epoch is a permutation, f(seed, epoch) alone (task.position).
+    A prompt that is retired is passed over."""
+    prompts = []
+    for _ in range(count):
+        found, run.cursor = next_position(run.task, run.config.seed, run.cursor, frozenset(run.retired))
+        prompts.append((run.cursor - 1, run.task.train[found]))
+    return prompts
 
 
 def total_steps(config: Config, examples: int) -> int:
@@ -90,6 +90,7 @@ class Run:
     cursor: int = 0  # prompts taken from the global order
     updates: int = 0
     empty_steps: int = 0
+    retired: list[int] = field(default_factory=list)  # positions of training examples that left the order
     sent: int = -1  # the version the engine holds; -1: never refitted
     entropy_coef: float = 0.0  # where the adaptive coefficient stands
     entropy_bonus: float = 0.0  # what of it applies to the next optimizer step
@@ -108,7 +109,7 @@ def setup(config: Config) -> Run:
     plan = make_plan(config)
     out = Path(config.out or f"out/{Path(config.task.split(':')[0]).stem}-{time.strftime('%Y%m%d-%H%M%S')}")
     tokenizer, generation_config = load_tokenizer(config.model)
-    task = load_task(config.task, config.task_config)
+    task = load_task(config.task, config.task_settings)
     renderer = Renderer(tokenizer, config.task_config.prompt_format, task.tools, generation_config, task.tool_prompt)
     if task.max_turns > 1:
         renderer.require_multi_turn()
@@ -200,14 +201,25 @@ def refit_if_stale(run: Run) -> None:
 
 
 def sample(run: Run) -> list[list[Rollout]]:
-    """The next P groups of the global order."""
-    config = run.config
+    """P groups of the next prompts; with --refill, as many more as lack signal, until none does or the rounds are used up."""
+    config, groups, missing = run.config, [], run.config.prompts_per_step
     sampler = Sampler(run.engine, run.renderer, run.task, config.sampling, config.deadlines, config.seed)
-    prompts = [(i, run.task.train[position(run.task, config.seed, i)]) for i in range(run.cursor, run.cursor + config.prompts_per_step)]
     with run.timer("generation"):
-        groups = asyncio.run(sample_groups(sampler, prompts, config.samples_per_prompt))
-    run.cursor += config.prompts_per_step
+        for _ in range(1 + config.refill):
+            groups += asyncio.run(sample_groups(sampler, take_prompts(run, missing), config.samples_per_prompt))
+            missing = config.prompts_per_step - sum(carries_signal(group, run.task.reward_weights) for group in groups)
+            if missing == 0:
+                break
+    for group in groups:
+        if not any(r.failure for r in group) and np.mean([r.reward(run.task.reward_weights) for r in group]) >= config.retire_at:
+            run.retired.append(position(run.task, config.seed, group[0].index))
     return groups
+
+
+def carries_signal(group: Sequence[Rollout], weights: dict[str, float]) -> bool:
+    """Whether the rewards of a group's usable rollouts differ at all."""
+    rewards = [r.reward(weights) for r in group if not r.failure and any(r.sampled)]
+    return bool(rewards) and max(rewards) > min(rewards)
 
 
 # ------------------------------------------------------------------------------------------------ (4) advantages
@@ -391,7 +403,9 @@ def evaluate(run: Run) -> dict[str, float]:
     )
     flat = [r for group in rewards for r in group]
     rollouts = [r for group in good for r in group]
-    write_samples(run.out, run.step, [describe(run, r) for r in rollouts], config.log.samples)
+    rows = [describe(run, r) for r in rollouts]
+    write_samples(run.out, run.step, rows, config.log.samples)
+    run.log.rollouts(run.step, rows, "eval.jsonl")
     return {
         "eval/accuracy": sum(flat) / len(flat),
         **{f"eval/{name}" if row == "all" else f"eval/{row}/{name}": value for row, scores in by_task.items() for name, value in scores.items()},
@@ -406,7 +420,8 @@ def describe(run: Run, rollout: Rollout) -> dict[str, Any]:
     """One rollout for the sample table and for rollouts.jsonl."""
     asked = next((m["content"] for m in reversed(rollout.messages) if m["role"] != "assistant"), "")
     text = run.tokenizer.decode(rollout.completion_ids)
-    return {"prompt": asked, "completion": text, "reward": rollout.reward(run.task.reward_weights), "finish": rollout.finish or "failed"}
+    reward = rollout.reward(run.task.reward_weights)
+    return {"index": rollout.index, "sample": rollout.sample, "prompt": asked, "completion": text, "reward": reward, "finish": rollout.finish or "failed"}
 
 
 # ------------------------------------------------------------------------------------------------ main
@@ -417,7 +432,7 @@ def train(run: Run) -> dict[str, float]:
     config, begun = run.config, time.time()
     trackers = start_trackers(config.log, dataclasses.asdict(config), run.out, run.plan.device == "cpu")
     before = after = math.nan
-    if config.eval.every and run.step == 0:
+    if config.eval.every and run.step == 0 == config.eval.first:
         numbers = evaluate(run)
         before = after = numbers["eval/accuracy"]
         run.log.step(0, {**numbers, **run.timer.take()})
@@ -428,12 +443,15 @@ def train(run: Run) -> dict[str, float]:
         numbers = metrics.result()
         numbers |= loss.derived_metrics(numbers)
         last = run.step == run.total
-        if config.eval.every and (last or run.step % config.eval.every == 0):
+        if config.eval.every and (last or (run.step % config.eval.every == 0 and run.step >= config.eval.first)):
             numbers |= evaluate(run)
             after = numbers["eval/accuracy"]
+            if after >= config.eval.stop_at:
+                run.total, last = run.step, True
+                run.log.print(f"held-out accuracy {after:.3f} reached --eval.stop-at {config.eval.stop_at}: stopping")
         numbers |= {**run.timer.take(), "time/step": time.perf_counter() - start, "epoch": run.cursor / len(run.examples)}
         run.log.step(run.step, numbers)
-        run.log.rollouts(run.step, [describe(run, r) | {"index": r.index, "sample": r.sample} for group in groups for r in group])
+        run.log.rollouts(run.step, [describe(run, r) for group in groups for r in group])
         trackers.log(numbers, step=run.step)
         run.log.print(step_line(run.step, run.total, numbers))
         if last or (config.checkpoint.every and run.step % config.checkpoint.every == 0):
@@ -442,11 +460,21 @@ def train(run: Run) -> dict[str, float]:
     return {"accuracy_before": before, "accuracy_after": after, "minutes": (time.time() - begun) / 60}
 
 
+def score_only(run: Run) -> dict[str, float]:
+    """--eval-only: the table of one evaluation."""
+    numbers = evaluate(run)
+    run.log.step(run.step, numbers)
+    for name, value in numbers.items():
+        run.log.print(f"{name.removeprefix('eval/'):32s} {value:.4f}")
+    run.log.print(json.dumps({k: round(v, 4) for k, v in numbers.items()}))
+    return numbers
+
+
 def main(arguments: Sequence[str]) -> None:
     config = parse(arguments, __doc__ or "")
     check(config)
     if config.dry_run:
-        asyncio.run(self_test(load_task(config.task, config.task_config)))
+        asyncio.run(self_test(load_task(config.task, config.task_settings)))
         print(json.dumps(dataclasses.asdict(config), indent=1))
         print(make_plan(config).table())
         return
@@ -454,10 +482,12 @@ def main(arguments: Sequence[str]) -> None:
     cluster.set_threads(config.policy.threads)
     run = setup(config)
     try:
-        result = train(run)
+        result = score_only(run) if config.eval_only else train(run)
     finally:
         if run.server is not None:
             run.server.stop()
+    if config.eval_only:
+        return
     plot = plot_run(run.out)
     run.log.print(f"wrote {run.out}/: metrics.jsonl, samples.md, {plot.name if plot else 'no plot'}, checkpoints/step_{run.step}/model")
     run.log.print(json.dumps({k: None if math.isnan(v) else round(v, 4) for k, v in result.items()}))

@@ -20,7 +20,7 @@ class LogConfig:
     trackers: tuple[str, ...] = ()  # of accelerate: tensorboard, wandb, trackio, ...; metrics.jsonl is always written
     project: str = "grpo"  # project name for the trackers
     samples: int = 4  # completions shown in samples.md per evaluation
-    rollouts: bool = True  # write every rollout of every step to rollouts.jsonl
+    rollouts: bool = True  # write every rollout to rollouts.jsonl, those of evaluations to eval.jsonl
 
 
 @dataclass
@@ -108,7 +108,7 @@ class Log:
         if is_main:
             folder.mkdir(parents=True, exist_ok=True)
             if keep_until is not None:
-                for name in ("metrics.jsonl", "rollouts.jsonl"):
+                for name in ("metrics.jsonl", "rollouts.jsonl", "eval.jsonl"):
                     cut_back(folder / name, keep_until)
 
     def step(self, step: int, numbers: Mapping[str, float]) -> None:
@@ -116,10 +116,10 @@ class Log:
             line = {"step": step, **{k: round_number(v) for k, v in numbers.items()}}
             append_line(self.folder / "metrics.jsonl", line)
 
-    def rollouts(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+    def rollouts(self, step: int, rows: Sequence[Mapping[str, Any]], name: str = "rollouts.jsonl") -> None:
         if self.is_main and self.config.rollouts:
             for row in rows:
-                append_line(self.folder / "rollouts.jsonl", {"step": step, **row})
+                append_line(self.folder / name, {"step": step, **row})
 
     def print(self, *parts: Any) -> None:
         if self.is_main:

@@ -18,10 +18,11 @@ import hashlib
 import logging
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
+from jinja2 import TemplateError
 
 from log import Metrics
 from task import Environment, Example, Message, Step, Task, UserError
@@ -122,7 +123,7 @@ class Renderer:
         self.opened = "<think>" if self.format == "chat" and self._render([{"role": "user", "content": "U"}]).rstrip().endswith("<think>") else ""
         try:
             self._check_glue()
-        except ValueError as error:  # fatal only for multi-turn tasks: see require_multi_turn
+        except (ValueError, TemplateError) as error:  # fatal only for multi-turn tasks: see require_multi_turn
             self.glue_error = str(error)
         ends = [tokenizer.eos_token_id, getattr(generation_config, "eos_token_id", None), self._turn_end()]
         flat = [i for end in ends for i in (end if isinstance(end, (list, tuple)) else [end]) if i is not None]
@@ -135,13 +136,13 @@ class Renderer:
             words = "\n\n".join([*(m["content"] for m in system), self.tool_prompt])
             messages = [{"role": "system", "content": words}, *messages[len(system) :]]
         if self.format == "text":
-            return self._encode("".join(m["content"] for m in messages), special=True)
+            return self._encode("\n".join(m["content"] for m in messages), special=True)
         return self._encode(self._render(messages))
 
     def glue(self, messages: list[Message], last_id: int | None) -> list[int]:
         """What stands between a sampled assistant turn and the next one: the turn's end unless it was sampled, then `messages`."""
         if self.format == "text":
-            return self._encode("".join(m["content"] for m in messages))
+            return self._encode("".join(f"\n{m['content']}" for m in messages) + "\n")
         ids = self._encode(self._after_turn(messages))
         return ids[1:] if ids and ids[0] == last_id else ids
 
@@ -174,9 +175,9 @@ class Renderer:
 
     def _check_glue(self) -> None:
         if self.format == "chat":
-            again = [{"role": "user", "content": "V"}]
-            if not self._after_turn(again).startswith(self._after_turn([]).rstrip()):
-                raise ValueError("it ends an assistant turn differently when another message follows")
+            for role in ("user", "tool") if self.tools else ("user",):
+                if not self._after_turn([{"role": role, "content": "V"}]).startswith(self._after_turn([]).rstrip()):
+                    raise ValueError(f"it ends an assistant turn differently when a message of the {role} follows")
 
     def _turn_end(self) -> int | None:
         """The special token that the template puts after an assistant turn, if any (<|im_end|>, <|eot_id|>, ...)."""
@@ -311,9 +312,10 @@ class HFEngine:
         self.model, self.tokenizer, self.set_sampling, self.max_batch = model, tokenizer, set_sampling, max_batch
         self.version = 0
         self.waiting: list[tuple[Request, asyncio.Future[list[Completion]]]] = []
+        self.runner: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> "HFEngine":
-        self.waiting = []
+        self.waiting, self.runner = [], None
         return self
 
     async def __aexit__(self, *exc: object) -> None:
@@ -323,29 +325,37 @@ class HFEngine:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[list[Completion]] = loop.create_future()
         self.waiting.append((request, future))
-        if len(self.waiting) == 1:
-            loop.call_soon(self._run)  # after every coroutine that is ready now has asked
+        if self.runner is None:  # it starts after every coroutine that is ready now has asked
+            self.runner = loop.create_task(self._run())
         return await future
 
-    def _run(self) -> None:
-        # sorted, so that the batches, and with them the last bits of the results, do not depend on the order of arrival
-        waiting, self.waiting = sorted(self.waiting, key=lambda w: (w[0].n, w[0].temperature, w[0].max_tokens, w[0].seed)), []
+    async def _run(self) -> None:
+        """Sample what waits, in a thread, so that environments and deadlines go on meanwhile; then what has come to wait since."""
+        while self.waiting:
+            # sorted, so that the batches, and with them the last bits of the results, do not depend on the order of arrival
+            waiting, self.waiting = sorted(self.waiting, key=lambda w: (w[0].n, w[0].temperature, w[0].top_p, w[0].max_tokens, w[0].seed)), []
+            outcome: list[list[Completion]] | Exception
+            try:
+                outcome = await asyncio.to_thread(self._sample_all, [request for request, _ in waiting])
+            except Exception as error:  # handed to whoever waits: a task's own exception would only be printed
+                outcome = error
+            for i, (_, future) in enumerate(waiting):
+                if not future.done():
+                    future.set_exception(outcome) if isinstance(outcome, Exception) else future.set_result(outcome[i])
+        self.runner = None
+
+    def _sample_all(self, requests: list[Request]) -> list[list[Completion]]:
+        """Batches of neighbours that agree in n, temperature and nucleus."""
+        done: list[list[Completion]] = []
         self.set_sampling(True)
         try:
-            while waiting:
-                n, temperature = waiting[0][0].n, waiting[0][0].temperature
-                size = max(1, self.max_batch // n)
-                batch = [w for w in waiting[:size] if (w[0].n, w[0].temperature) == (n, temperature)]
-                waiting = waiting[len(batch) :]
-                for (_, future), completions in zip(batch, self._sample([r for r, _ in batch]), strict=True):
-                    if not future.done():
-                        future.set_result(completions)
-        except Exception as error:  # handed to whoever waits: a callback's own exception would only be printed
-            for _, future in [*batch, *waiting]:
-                if not future.done():
-                    future.set_exception(error)
+            while len(done) < len(requests):
+                first = requests[len(done)]
+                batch = requests[len(done) : len(done) + max(1, self.max_batch // first.n)]
+                done += self._sample([r for r in batch if (r.n, r.temperature, r.top_p) == (first.n, first.temperature, first.top_p)])
         finally:
             self.set_sampling(False)
+        return done
 
     @torch.no_grad()
     def _sample(self, requests: list[Request]) -> list[list[Completion]]:
@@ -367,6 +377,8 @@ class HFEngine:
         active = list(range(len(rows)))  # row of each line of the running batch
         while True:
             logprobs = torch.log_softmax(logits.float() / (temperature or 1.0), -1)
+            if requests[0].top_p < 1:
+                logprobs = nucleus(logprobs, requests[0].top_p)
             if temperature == 0:
                 chosen = logprobs.argmax(-1)
             else:  # inverse of the cumulative distribution at one uniform number per token, from the row's own generator
@@ -397,6 +409,14 @@ class HFEngine:
         # a stop string ends within the last token, so a tail of as many tokens as it has characters holds it
         tail = self.tokenizer.decode(ids[-max(map(len, stop)) - 1 :])
         return any(s in tail for s in stop)
+
+
+def nucleus(logprobs: torch.Tensor, top_p: float) -> torch.Tensor:
+    """(B, V) renormalised over the smallest set of tokens that holds at least top_p of each row (arXiv 1904.09751); -inf elsewhere."""
+    values, order = logprobs.sort(-1, descending=True)
+    before = values.exp().cumsum(-1) - values.exp()  # what better tokens hold already
+    kept = torch.full_like(logprobs, -torch.inf).scatter(-1, order, values.masked_fill(before >= top_p, -torch.inf))
+    return torch.log_softmax(kept, -1)
 
 
 # ------------------------------------------------------------------------------------------------ episodes
@@ -533,12 +553,6 @@ async def sample_groups(sampler: Sampler, prompts: Sequence[tuple[int, Example]]
     return [task.result() for task in running]
 
 
-def drop_long_prompts(examples: Sequence[Example], renderer: Renderer, limit: int) -> tuple[list[Example], int]:
-    """The examples whose prompt fits, and how many do not. Nothing is ever cut."""
-    kept = [e for e in examples if len(renderer.prompt(e.messages)) <= limit] if limit else list(examples)
-    return kept, len(examples) - len(kept)
-
-
 def rollout_metrics(groups: Sequence[Sequence[Rollout]], weights: dict[str, float]) -> Metrics:
     """What was sampled, all of it: before any group is dropped."""
     metrics = Metrics()
@@ -566,7 +580,3 @@ def rollout_metrics(groups: Sequence[Sequence[Rollout]], weights: dict[str, floa
             for name, value in r.metrics.items():
                 metrics.mean(f"environment/{name}", value)
     return metrics
-
-
-def greedy(sampling: SamplingConfig) -> SamplingConfig:
-    return replace(sampling, temperature=0.0)

@@ -39,7 +39,9 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol
+
+import tyro
 
 Message = dict[str, Any]  # {"role": "system" | "user" | "assistant" | "tool", "content": str, ...}
 
@@ -66,7 +68,7 @@ class TaskConfig:
     extra_rewards: tuple[str, ...] = ()  # more named rewards on the last answer: path.py:function, judge:URL, reward_model:FOLDER_OR_URL
     reward_weights: dict[str, float] = field(default_factory=dict)  # weight of a reward by its name; off: the task's own, or 1
     isolate: str | None = "verify.py:in_workers"  # path:name of what runs reward functions given by path; None: here, undefended
-    reward_deadline: float = 5.0  # seconds for one reward computation in a worker process, from its start
+    reward_deadline: Annotated[float, tyro.conf.Suppress] = 10.0  # --deadlines.verifier, for whoever builds a task
     unsafe_tools: bool = False  # allow code-running tools on a kernel that cannot take the network away from them
 
 

@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 
 import grpo
 import policy as policies
-from grpo import Config, LossConfig, make_rows, prompt_at, row_coefficients, total_steps
+from config import Config, LossConfig
+from grpo import make_rows, row_coefficients, total_steps
 from log import read_lines
 from rollout import EngineError, Rollout
 from task import UserError
@@ -173,12 +174,47 @@ def test_the_exported_model_gives_the_policys_logits(model, tmp_path):
 # ------------------------------------------------------------------------------------------------ prompts and rows
 
 
-def test_each_epoch_is_its_own_permutation_and_steps_run_across_epoch_ends():
-    order = [prompt_at(i, list(range(8)), seed=3) for i in range(24)]
-    epochs = [order[i : i + 8] for i in (0, 8, 16)]
-    assert all(sorted(e) == list(range(8)) for e in epochs)
+def test_every_prompt_is_trained_once_per_epoch_in_an_order_of_its_own(model, tmp_path):
+    run(model, tmp_path / "a", "--eval.every", "0", steps=15)  # 60 prompts: three epochs of 20
+    prompts = [r["prompt"] for r in read_lines(tmp_path / "a" / "rollouts.jsonl") if r["sample"] == 0]
+    epochs = [prompts[i : i + 20] for i in (0, 20, 40)]
+    assert len({tuple(sorted(e)) for e in epochs}) == 1 and len(set(epochs[0])) == 20
     assert len({tuple(e) for e in epochs}) == 3
-    assert order != [prompt_at(i, list(range(8)), seed=4) for i in range(24)]
+
+
+def test_a_refilled_step_has_as_many_groups_with_signal_as_asked_and_none_it_does_not_need(model, tmp_path):
+    plain = run(model, tmp_path / "a", "--eval.every", "0", task="sparse")
+    refilled = run(model, tmp_path / "b", "--eval.every", "0", "--refill", "20", task="sparse")
+    groups = [len({r["index"] for r in read_lines(tmp_path / "b" / "rollouts.jsonl") if r["step"] == s}) for s in range(1, 5)]
+    assert min(r["groups/signal"] for r in plain) < 1
+    assert [round(r["groups/signal"] * n) for r, n in zip(refilled, groups, strict=True)] == [4] * 4
+    indices = sorted({r["index"] for r in read_lines(tmp_path / "b" / "rollouts.jsonl")})
+    assert indices == list(range(sum(groups)))  # none skipped, none twice
+
+
+def test_a_retired_prompt_never_comes_back_also_after_a_resume(model, tmp_path):
+    settings = ("--eval.every", "0", "--retire-at", "0.7")
+    run(model, tmp_path / "a", *settings, steps=3, task="constant_for_some")
+    rows = run(model, tmp_path / "a", *settings, "--resume", steps=8, task="constant_for_some")
+    seen = [r["prompt"] for r in read_lines(tmp_path / "a" / "rollouts.jsonl") if r["sample"] == 0]
+    solved = [p for p in seen if p.startswith("a")]
+    assert len(rows) == 8 and len(solved) == len(set(solved)) == 3
+
+
+def test_a_run_stops_early_at_the_accuracy_asked_for_and_saves(model, tmp_path):
+    rows = run(model, tmp_path / "a", "--eval.every", "1", "--eval.first", "2", "--eval.stop-at", "0.0", steps=6)
+    assert [r["step"] for r in rows if "eval/accuracy" in r] == [2]
+    assert (tmp_path / "a" / "checkpoints" / "step_2" / "model").exists()
+
+
+def test_eval_only_scores_a_checkpoint_and_trains_nothing(model, tmp_path, capsys):
+    trained = run(model, tmp_path / "a", "--eval.samples", "4", steps=4)
+    checkpointed = str(tmp_path / "a" / "checkpoints" / "step_4" / "model")
+    capsys.readouterr()
+    run(checkpointed, tmp_path / "b", "--eval-only", "--eval.samples", "4")
+    table = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert table["eval/accuracy"] == pytest.approx(trained[-1]["eval/accuracy"], abs=1e-3)
+    assert not (tmp_path / "b" / "checkpoints").exists()
 
 
 def test_steps_and_epochs_both_bound_a_run():

@@ -19,6 +19,7 @@ from rollout import (
     Sampler,
     SamplingConfig,
     VLLMEngine,
+    nucleus,
     parse_choice,
     rollout_metrics,
     sample_groups,
@@ -273,6 +274,12 @@ def test_temperature_zero_is_greedy(tmp_path):
     policy.set_sampling(True)
     assert a.ids == b.ids
     assert a.ids[0] == int(policy.model(torch.tensor([[5, 6, 7]])).logits[0, -1].argmax())
+
+
+def test_the_nucleus_holds_the_best_tokens_and_is_renormalised():
+    logprobs = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
+    assert nucleus(logprobs, 0.8).exp()[0].tolist() == pytest.approx([0.625, 0.375, 0.0, 0.0])
+    assert nucleus(logprobs, 0.4).exp()[0].tolist() == [1.0, 0.0, 0.0, 0.0]
 
 
 def test_a_stop_string_ends_a_sample_with_the_token_that_completes_it(tmp_path):

@@ -120,6 +120,16 @@ def test_a_seed_repeats_its_samples_and_samples_of_a_group_differ(served):
     assert len({tuple(c.ids) for c in first[0]}) > 1
 
 
+def test_more_prompts_at_once_than_one_engine_step_takes_do_not_end_the_server(served):
+    """Seeded requests prefilled in two parts kill vLLM's CPU worker: it rewinds a generator that cannot be rewound."""
+    policy, refit, engine = served
+    refit(6)
+    prompts = [tuple((11 * i + 5 * k) % 97 + 3 for k in range(60 + i % 7)) for i in range(90)]  # 5,600 tokens, 2,048 a step
+    completions = generate(engine, n=1, max_tokens=4, prompts=prompts)
+    worst, count = disagreement(policy, completions, prompts=prompts)
+    assert count > 90 and worst < 1e-3
+
+
 def test_a_prompt_beyond_the_context_is_refused_at_once_with_the_servers_reason(served):
     _, refit, engine = served
     refit(6)

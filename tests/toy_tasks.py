@@ -35,3 +35,17 @@ def no_eval(config: TaskConfig) -> Task:
     task = digits(config)
     task.eval = ()
     return task
+
+
+def sparse(config: TaskConfig) -> Task:
+    """One point for a completion that begins with a digit: many groups have no signal."""
+    task = digits(config)
+    task.environment = lambda: SingleTurn(lambda completion, example: float(completion[:1].isdigit()))
+    return task
+
+
+def constant_for_some(config: TaskConfig) -> Task:
+    """Prompts that begin with an a are solved from the start."""
+    task = digits(config)
+    task.environment = lambda: SingleTurn(lambda completion, example: 1.0 if example.answer == "a" else 0.5 * share_of_digits(completion, example))
+    return task
