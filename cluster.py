@@ -107,7 +107,7 @@ def engine_environment(inherited: Mapping[str, str], api_key: str, config: Engin
     kept |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_API_KEY": api_key, "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
     kept["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [inherited.get("PYTHONPATH")])])  # the worker imports gloo_transfer
     if cpu:
-        kept |= {"VLLM_CPU_KVCACHE_SPACE": str(config.cpu_cache_gb), "VLLM_CPU_NUM_OF_RESERVED_CPU": "0"}
+        kept |= {"OMP_WAIT_POLICY": "PASSIVE", "VLLM_CPU_KVCACHE_SPACE": str(config.cpu_cache_gb), "VLLM_CPU_NUM_OF_RESERVED_CPU": "0"}
     return kept
 
 

@@ -17,6 +17,10 @@ One step:
 Copy this file, change one function, run it.
 """
 
+import os
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is imported: waiting threads that spin slow the engine's down tenfold
+
 import asyncio
 import dataclasses
 import json

@@ -248,9 +248,9 @@ def arith(config: TaskConfig) -> Task:
     unordered = [(a, b) for a in numbers for b in numbers if a <= b and (a, b) not in ((2, 3), (1, 7), (4, 6))]
     random.Random(0).shuffle(unordered)  # not the run's seed: the held-out pairs are the same in every run
     held_out: set[tuple[int, int]] = set()
-    for a, b in unordered:
-        both = {(a, b), (b, a)}
-        if len(held_out | both) <= 16:
+    for a, b in unordered:  # at most one pair of each sum, and never a sum's only one: every sum is still seen in training
+        both, alone = {(a, b), (b, a)}, a + b in (2, 3, 17, 18)
+        if not alone and len(held_out | both) <= 16 and a + b not in {c + d for c, d in held_out}:
             held_out |= both
     pairs = [(a, b) for a in numbers for b in numbers]
     return Task(
