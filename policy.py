@@ -185,13 +185,19 @@ def packed_attention(
         return flex(query, key, value, block_mask, scaling).transpose(1, 2), None
     repeats = query.shape[1] // key.shape[1]
     q, k, v = query[0], key[0].repeat_interleave(repeats, 0), value[0].repeat_interleave(repeats, 0)  # (H, T, D)
-    pieces, s = [], 0
-    while s < len(segments):
-        family = [segments[s]]
-        while s + len(family) < len(segments) and _batches_with(family, segments[s + len(family)]):
-            family.append(segments[s + len(family)])
-        pieces.append(_family_attention(q, k, v, family, scaling, sliding_window))
-        s += len(family)
+    families: list[list[Segment]] = []
+    for segment in segments:
+        if families and _batches_with(families[-1], segment):
+            families[-1].append(segment)
+        else:
+            families.append([segment])
+    # split rather than sliced: the gradient of every slice would be a tensor of all T tokens
+    parts = [x.split([family[-1].end - family[0].start for family in families], 1) for x in (q, k, v)]
+    prompts = {family[0].start: (k_own, v_own) for family, k_own, v_own in zip(families, parts[1], parts[2])}
+    pieces = []
+    for family, *own in zip(families, *parts):
+        prompt = prompts[family[0].prompt_start] if family[0].prompt_end > family[0].prompt_start else None
+        pieces.append(_family_attention(*own, prompt, [s.end - s.start for s in family], scaling, sliding_window))
     return torch.cat(pieces, 1).transpose(0, 1)[None], None
 
 
@@ -204,33 +210,32 @@ def _batches_with(family: list[Segment], segment: Segment) -> bool:
     return same_prompt and first.prompt_end > first.prompt_start and max(first.end - first.start, segment.end - segment.start) <= SHORT
 
 
-def _family_attention(q: Tensor, k: Tensor, v: Tensor, family: list[Segment], scaling: float, window: int | None) -> Tensor:
-    """Segments that share one prompt, or one segment alone. (H, T, D) -> (H, total length of the family, D)."""
-    first = family[0]
-    prompt = first.prompt_end - first.prompt_start
-    if prompt == 0 and (window is None or first.end - first.start <= window):
-        own = slice(first.start, first.end)
-        return F.scaled_dot_product_attention(q[None, :, own], k[None, :, own], v[None, :, own], is_causal=True, scale=scaling)[0]
-    lengths = [s.end - s.start for s in family]
+def _family_attention(
+    q: Tensor, k: Tensor, v: Tensor, prompt: tuple[Tensor, Tensor] | None, lengths: list[int], scaling: float, window: int | None
+) -> Tensor:
+    """Segments of `lengths`, one after the other in q, k, v (H, L, D), behind one prompt's keys and values (H, P, D), or one alone. -> (H, L, D)."""
+    if prompt is None and (window is None or lengths[0] <= window):
+        return F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True, scale=scaling)[0]
     longest, heads, size = max(lengths), q.shape[0], q.shape[-1]
-    begin = first.start
-    if all(length == longest for length in lengths):
-        index = None
-    else:  # (G, longest) positions, the end of a short one repeating its last token: later than every query that counts, so never seen
-        index = torch.tensor([[min(i, n - 1) + s.start for i in range(longest)] for s, n in zip(family, lengths)], device=q.device)
+    index = None
+    if min(lengths) < longest:
+        # (G, longest) positions, the end of a short one repeating its last token: later than every query that counts, so never seen
+        starts = [sum(lengths[:g]) for g in range(len(lengths))]
+        index = torch.tensor([[s + min(i, n - 1) for i in range(longest)] for s, n in zip(starts, lengths)], device=q.device)
 
-    def gather(x: Tensor) -> Tensor:  # (H, T, D) -> (G, H, longest, D)
-        own = x[:, begin : family[-1].end] if index is None else x[:, index.flatten()]
-        return own.reshape(heads, len(family), longest, size).transpose(0, 1)
+    def apart(x: Tensor) -> Tensor:  # (H, L, D) -> (G, H, longest, D)
+        own = x if index is None else x[:, index.flatten()]
+        return own.reshape(heads, len(lengths), longest, size).transpose(0, 1)
 
-    def with_prompt(x: Tensor) -> Tensor:  # -> (G, H, prompt + longest, D)
-        return torch.cat([x[:, first.prompt_start : first.prompt_end].expand(len(family), -1, -1, -1), gather(x)], 2)
-
-    at = torch.arange(prompt + longest, device=q.device)
-    allowed = at[None, :] <= at[prompt:, None]  # (longest, prompt + longest)
+    keys, values, behind = apart(k), apart(v), 0
+    if prompt is not None:
+        behind = prompt[0].shape[1]
+        keys, values = (torch.cat([p.expand(len(lengths), -1, -1, -1), own], 2) for p, own in zip(prompt, (keys, values)))
+    at = torch.arange(behind + longest, device=q.device)
+    allowed = at[None, :] <= at[behind:, None]  # (longest, P + longest)
     if window is not None:
-        allowed &= at[prompt:, None] - at[None, :] < window
-    out = F.scaled_dot_product_attention(gather(q), with_prompt(k), with_prompt(v), attn_mask=allowed, scale=scaling)
+        allowed &= at[behind:, None] - at[None, :] < window
+    out = F.scaled_dot_product_attention(apart(q), keys, values, attn_mask=allowed, scale=scaling)
     if index is None:
         return out.transpose(0, 1).reshape(heads, -1, size)
     return torch.cat([o[:, :n] for o, n in zip(out, lengths)], 1)
@@ -326,7 +331,10 @@ class ChunkedLogprobs(torch.autograd.Function):
             grad_low = grad.to(hidden.dtype)
             grad_hidden[part] = grad_low @ weight
             if grad_weight is not None:
-                grad_weight += grad_low.T @ hidden[part]
+                if grad_low.dtype == grad_weight.dtype:
+                    grad_weight.addmm_(grad_low.T, hidden[part])  # no (V, D) product beside the sum
+                else:
+                    grad_weight += grad_low.T @ hidden[part]
             if grad_bias is not None:
                 grad_bias += grad.sum(0)
         cast = None if grad_weight is None else grad_weight.to(weight.dtype)
