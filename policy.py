@@ -12,6 +12,7 @@ state predicts target n.
 """
 
 import contextlib
+import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -43,7 +44,7 @@ class OptimConfig:
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.0
     warmup: int = 10  # optimizer steps of linear warm-up
-    schedule: Literal["constant", "linear", "cosine"] = "constant"  # after the warm-up; linear and cosine reach 0 at the last step
+    schedule: Literal["constant", "linear", "cosine"] = "constant"  # after the warm-up; linear and cosine reach 0 after the last step
     clip_norm: float = 1.0  # global gradient norm is clipped to this; 0: never
 
 
@@ -316,7 +317,8 @@ class ChunkedLogprobs(torch.autograd.Function):
         temperature, softcap, chunk = ctx.settings
         grad_hidden = torch.empty_like(hidden)
         # summed over chunks in float32, since adding many small bfloat16 numbers loses them
-        grad_weight = torch.zeros(weight.shape, dtype=torch.promote_types(weight.dtype, torch.float32), device=weight.device) if ctx.needs_input_grad[1] else None
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        grad_weight = torch.zeros(weight.shape, dtype=wide, device=weight.device) if ctx.needs_input_grad[1] else None
         grad_bias = torch.zeros_like(bias, dtype=lse.dtype) if bias is not None and ctx.needs_input_grad[2] else None
         for i in range(0, len(hidden), chunk):
             part = slice(i, i + chunk)
@@ -343,8 +345,10 @@ class ChunkedLogprobs(torch.autograd.Function):
 
 def _scaled_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, softcap: float | None) -> tuple[Tensor, Tensor | None]:
     """Logits over the temperature, at least float32, and the soft-cap's slope."""
-    z = F.linear(hidden, weight, bias)
+    z = F.linear(hidden, weight)
     z = z.to(torch.promote_types(z.dtype, torch.float32))
+    if bias is not None:
+        z += bias
     slope = None
     if softcap:
         z = torch.tanh(z / softcap)
@@ -401,20 +405,18 @@ def load_policy(path: str, config: PolicyConfig, temperature: float, device: tor
         UserError: no such model; a layer or head that packed scoring does not cover.
     """
     import transformers
-    from transformers import AttentionInterface, AutoModelForCausalLM
+    from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
     transformers.utils.logging.disable_progress_bar()
     AttentionInterface.register(PACKED, packed_attention)
     try:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        model_config = AutoConfig.from_pretrained(path)
+        for name, value in vars(model_config).items():  # before the layers are made: some copy the number
+            if isinstance(value, float) and "drop" in name:
+                setattr(model_config, name, 0.0)
+        model = AutoModelForCausalLM.from_pretrained(path, config=model_config, dtype=torch.float32)
     except (OSError, ValueError) as error:
         raise UserError(f"--model {path}: cannot load it: {error}") from error
-    for name in ("attention_dropout", "hidden_dropout", "embd_pdrop", "resid_pdrop", "attn_pdrop"):
-        if hasattr(model.config, name):
-            setattr(model.config, name, 0.0)
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
     refuse_unsupported(model)
     model.to(device).train()
     if config.checkpointing:
@@ -462,8 +464,10 @@ def check_packed_scores(policy: Policy) -> None:
     difference = (policy(batch.to(policy.device))[0] - torch.cat(expected)).abs().max().item()
     limit = 1e-3 if policy.compute_dtype == torch.float32 else 0.3
     if not difference < limit:
-        name = type(policy.model).__name__
-        raise UserError(f"{name} scores packed tokens differently (by {difference:.1e}) from its own forward pass: it has a layer or head this code does not cover")
+        raise UserError(
+            f"{type(policy.model).__name__} scores packed tokens differently (by {difference:.1e}) from its own forward pass:"
+            " it has a layer or head this code does not cover"
+        )
 
 
 @torch.no_grad()
@@ -529,12 +533,16 @@ def optimizer_step(policy: nn.Module, optimizer: torch.optim.Optimizer, lr: floa
 def export(policy: Policy, folder: Path, tokenizer: Any, dtype: torch.dtype) -> None:
     """A folder that transformers and vLLM load: weights in safetensors, config, generation config, tokenizer, chat template."""
     model = policy.model
-    state = {name: tensor.to(dtype) for name, tensor in model.state_dict().items()}
+    converted: dict[int, Tensor] = {}  # by address, so that tied tensors stay one
+    state = {name: converted.setdefault(tensor.data_ptr(), tensor.to(dtype)) for name, tensor in model.state_dict().items()}
     model.config._attn_implementation_internal, kept = None, model.config._attn_implementation_internal
     try:  # ours is no attention that another program knows
         model.save_pretrained(folder, state_dict=state)
     finally:
         model.config._attn_implementation_internal = kept
+    config = json.loads((folder / "config.json").read_text())
+    config["dtype"] = str(dtype).removeprefix("torch.")  # transformers writes that of the master weights
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
     tokenizer.save_pretrained(folder)
 
 
