@@ -12,6 +12,7 @@ state predicts target n.
 """
 
 import contextlib
+import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -43,7 +44,7 @@ class OptimConfig:
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.0
     warmup: int = 10  # optimizer steps of linear warm-up
-    schedule: Literal["constant", "linear", "cosine"] = "constant"  # after the warm-up; linear and cosine reach 0 at the last step
+    schedule: Literal["constant", "linear", "cosine"] = "constant"  # after the warm-up; linear and cosine reach 0 after the last step
     clip_norm: float = 1.0  # global gradient norm is clipped to this; 0: never
 
 
@@ -185,13 +186,19 @@ def packed_attention(
         return flex(query, key, value, block_mask, scaling).transpose(1, 2), None
     repeats = query.shape[1] // key.shape[1]
     q, k, v = query[0], key[0].repeat_interleave(repeats, 0), value[0].repeat_interleave(repeats, 0)  # (H, T, D)
-    pieces, s = [], 0
-    while s < len(segments):
-        family = [segments[s]]
-        while s + len(family) < len(segments) and _batches_with(family, segments[s + len(family)]):
-            family.append(segments[s + len(family)])
-        pieces.append(_family_attention(q, k, v, family, scaling, sliding_window))
-        s += len(family)
+    families: list[list[Segment]] = []
+    for segment in segments:
+        if families and _batches_with(families[-1], segment):
+            families[-1].append(segment)
+        else:
+            families.append([segment])
+    # split rather than sliced: the gradient of every slice would be a tensor of all T tokens
+    parts = [x.split([family[-1].end - family[0].start for family in families], 1) for x in (q, k, v)]
+    prompts = {family[0].start: (k_own, v_own) for family, k_own, v_own in zip(families, parts[1], parts[2])}
+    pieces = []
+    for family, *own in zip(families, *parts):
+        prompt = prompts[family[0].prompt_start] if family[0].prompt_end > family[0].prompt_start else None
+        pieces.append(_family_attention(*own, prompt, [s.end - s.start for s in family], scaling, sliding_window))
     return torch.cat(pieces, 1).transpose(0, 1)[None], None
 
 
@@ -204,33 +211,32 @@ def _batches_with(family: list[Segment], segment: Segment) -> bool:
     return same_prompt and first.prompt_end > first.prompt_start and max(first.end - first.start, segment.end - segment.start) <= SHORT
 
 
-def _family_attention(q: Tensor, k: Tensor, v: Tensor, family: list[Segment], scaling: float, window: int | None) -> Tensor:
-    """Segments that share one prompt, or one segment alone. (H, T, D) -> (H, total length of the family, D)."""
-    first = family[0]
-    prompt = first.prompt_end - first.prompt_start
-    if prompt == 0 and (window is None or first.end - first.start <= window):
-        own = slice(first.start, first.end)
-        return F.scaled_dot_product_attention(q[None, :, own], k[None, :, own], v[None, :, own], is_causal=True, scale=scaling)[0]
-    lengths = [s.end - s.start for s in family]
+def _family_attention(
+    q: Tensor, k: Tensor, v: Tensor, prompt: tuple[Tensor, Tensor] | None, lengths: list[int], scaling: float, window: int | None
+) -> Tensor:
+    """Segments of `lengths`, one after the other in q, k, v (H, L, D), behind one prompt's keys and values (H, P, D), or one alone. -> (H, L, D)."""
+    if prompt is None and (window is None or lengths[0] <= window):
+        return F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True, scale=scaling)[0]
     longest, heads, size = max(lengths), q.shape[0], q.shape[-1]
-    begin = first.start
-    if all(length == longest for length in lengths):
-        index = None
-    else:  # (G, longest) positions, the end of a short one repeating its last token: later than every query that counts, so never seen
-        index = torch.tensor([[min(i, n - 1) + s.start for i in range(longest)] for s, n in zip(family, lengths)], device=q.device)
+    index = None
+    if min(lengths) < longest:
+        # (G, longest) positions, the end of a short one repeating its last token: later than every query that counts, so never seen
+        starts = [sum(lengths[:g]) for g in range(len(lengths))]
+        index = torch.tensor([[s + min(i, n - 1) for i in range(longest)] for s, n in zip(starts, lengths)], device=q.device)
 
-    def gather(x: Tensor) -> Tensor:  # (H, T, D) -> (G, H, longest, D)
-        own = x[:, begin : family[-1].end] if index is None else x[:, index.flatten()]
-        return own.reshape(heads, len(family), longest, size).transpose(0, 1)
+    def apart(x: Tensor) -> Tensor:  # (H, L, D) -> (G, H, longest, D)
+        own = x if index is None else x[:, index.flatten()]
+        return own.reshape(heads, len(lengths), longest, size).transpose(0, 1)
 
-    def with_prompt(x: Tensor) -> Tensor:  # -> (G, H, prompt + longest, D)
-        return torch.cat([x[:, first.prompt_start : first.prompt_end].expand(len(family), -1, -1, -1), gather(x)], 2)
-
-    at = torch.arange(prompt + longest, device=q.device)
-    allowed = at[None, :] <= at[prompt:, None]  # (longest, prompt + longest)
+    keys, values, behind = apart(k), apart(v), 0
+    if prompt is not None:
+        behind = prompt[0].shape[1]
+        keys, values = (torch.cat([p.expand(len(lengths), -1, -1, -1), own], 2) for p, own in zip(prompt, (keys, values)))
+    at = torch.arange(behind + longest, device=q.device)
+    allowed = at[None, :] <= at[behind:, None]  # (longest, P + longest)
     if window is not None:
-        allowed &= at[prompt:, None] - at[None, :] < window
-    out = F.scaled_dot_product_attention(gather(q), with_prompt(k), with_prompt(v), attn_mask=allowed, scale=scaling)
+        allowed &= at[behind:, None] - at[None, :] < window
+    out = F.scaled_dot_product_attention(apart(q), keys, values, attn_mask=allowed, scale=scaling)
     if index is None:
         return out.transpose(0, 1).reshape(heads, -1, size)
     return torch.cat([o[:, :n] for o, n in zip(out, lengths)], 1)
@@ -311,7 +317,8 @@ class ChunkedLogprobs(torch.autograd.Function):
         temperature, softcap, chunk = ctx.settings
         grad_hidden = torch.empty_like(hidden)
         # summed over chunks in float32, since adding many small bfloat16 numbers loses them
-        grad_weight = torch.zeros(weight.shape, dtype=torch.promote_types(weight.dtype, torch.float32), device=weight.device) if ctx.needs_input_grad[1] else None
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        grad_weight = torch.zeros(weight.shape, dtype=wide, device=weight.device) if ctx.needs_input_grad[1] else None
         grad_bias = torch.zeros_like(bias, dtype=lse.dtype) if bias is not None and ctx.needs_input_grad[2] else None
         for i in range(0, len(hidden), chunk):
             part = slice(i, i + chunk)
@@ -326,7 +333,10 @@ class ChunkedLogprobs(torch.autograd.Function):
             grad_low = grad.to(hidden.dtype)
             grad_hidden[part] = grad_low @ weight
             if grad_weight is not None:
-                grad_weight += grad_low.T @ hidden[part]
+                if grad_low.dtype == grad_weight.dtype:
+                    grad_weight.addmm_(grad_low.T, hidden[part])  # no (V, D) product beside the sum
+                else:
+                    grad_weight += grad_low.T @ hidden[part]
             if grad_bias is not None:
                 grad_bias += grad.sum(0)
         cast = None if grad_weight is None else grad_weight.to(weight.dtype)
@@ -335,8 +345,10 @@ class ChunkedLogprobs(torch.autograd.Function):
 
 def _scaled_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, softcap: float | None) -> tuple[Tensor, Tensor | None]:
     """Logits over the temperature, at least float32, and the soft-cap's slope."""
-    z = F.linear(hidden, weight, bias)
+    z = F.linear(hidden, weight)
     z = z.to(torch.promote_types(z.dtype, torch.float32))
+    if bias is not None:
+        z += bias
     slope = None
     if softcap:
         z = torch.tanh(z / softcap)
@@ -393,20 +405,18 @@ def load_policy(path: str, config: PolicyConfig, temperature: float, device: tor
         UserError: no such model; a layer or head that packed scoring does not cover.
     """
     import transformers
-    from transformers import AttentionInterface, AutoModelForCausalLM
+    from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
     transformers.utils.logging.disable_progress_bar()
     AttentionInterface.register(PACKED, packed_attention)
     try:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        model_config = AutoConfig.from_pretrained(path)
+        for name, value in vars(model_config).items():  # before the layers are made: some copy the number
+            if isinstance(value, float) and "drop" in name:
+                setattr(model_config, name, 0.0)
+        model = AutoModelForCausalLM.from_pretrained(path, config=model_config, dtype=torch.float32)
     except (OSError, ValueError) as error:
         raise UserError(f"--model {path}: cannot load it: {error}") from error
-    for name in ("attention_dropout", "hidden_dropout", "embd_pdrop", "resid_pdrop", "attn_pdrop"):
-        if hasattr(model.config, name):
-            setattr(model.config, name, 0.0)
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
     refuse_unsupported(model)
     model.to(device).train()
     if config.checkpointing:
@@ -454,8 +464,10 @@ def check_packed_scores(policy: Policy) -> None:
     difference = (policy(batch.to(policy.device))[0] - torch.cat(expected)).abs().max().item()
     limit = 1e-3 if policy.compute_dtype == torch.float32 else 0.3
     if not difference < limit:
-        name = type(policy.model).__name__
-        raise UserError(f"{name} scores packed tokens differently (by {difference:.1e}) from its own forward pass: it has a layer or head this code does not cover")
+        raise UserError(
+            f"{type(policy.model).__name__} scores packed tokens differently (by {difference:.1e}) from its own forward pass:"
+            " it has a layer or head this code does not cover"
+        )
 
 
 @torch.no_grad()
@@ -521,12 +533,16 @@ def optimizer_step(policy: nn.Module, optimizer: torch.optim.Optimizer, lr: floa
 def export(policy: Policy, folder: Path, tokenizer: Any, dtype: torch.dtype) -> None:
     """A folder that transformers and vLLM load: weights in safetensors, config, generation config, tokenizer, chat template."""
     model = policy.model
-    state = {name: tensor.to(dtype) for name, tensor in model.state_dict().items()}
+    converted: dict[int, Tensor] = {}  # by address, so that tied tensors stay one
+    state = {name: converted.setdefault(tensor.data_ptr(), tensor.to(dtype)) for name, tensor in model.state_dict().items()}
     model.config._attn_implementation_internal, kept = None, model.config._attn_implementation_internal
     try:  # ours is no attention that another program knows
         model.save_pretrained(folder, state_dict=state)
     finally:
         model.config._attn_implementation_internal = kept
+    config = json.loads((folder / "config.json").read_text())
+    config["dtype"] = str(dtype).removeprefix("torch.")  # transformers writes that of the master weights
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
     tokenizer.save_pretrained(folder)
 
 
