@@ -1,12 +1,12 @@
 """The packed policy computes what a plain padded batch does, and its optimizer steps are whole steps."""
 
 import copy
+import dataclasses
 import json
 import math
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,9 +19,11 @@ from tiny import CHATML, llama, save_model, tokenizer
 import grpo
 import loss
 import policy as policies
+from config import Config, LossConfig
 from log import Timer
 from policy import Batch, ChunkedLogprobs, OptimConfig, Policy, PolicyConfig, learning_rate, load_policy, make_optimizer, optimizer_step, pack, score
 from rollout import Rollout
+from shaping import Rows
 from task import UserError
 
 CPU = torch.device("cpu")
@@ -567,19 +569,21 @@ def test_learning_rates_warm_up_and_follow_their_schedule():
     assert learning_rate(99, 6, OptimConfig(lr=1.0, warmup=2, schedule="cosine")) == 0.0
 
 
-def update(policy: Policy, rows: list[Rollout], advantages: list[float], weights: list[float] | None = None, optimizer=None, **settings):
+def update(policy: Policy, rows: list[Rollout], advantages: list[float], weights: list[float] | None = None, **settings):
     """grpo's own update on given rows, with plain gradient descent of rate 1; returns the changes of the parameters and the metrics."""
     budget = settings.pop("micro_batch_tokens", 10**6)
     split = {k: settings.pop(k) for k in ("updates_per_batch", "passes") if k in settings}
     clip_norm = settings.pop("clip_norm", 0.0)
-    config = grpo.Config(
-        loss=grpo.LossConfig(mismatch_limit=1e9, **settings), optim=OptimConfig(lr=1.0, warmup=0, clip_norm=clip_norm),
+    config = Config(
+        loss=LossConfig(mismatch_limit=1e9, **settings), optim=OptimConfig(lr=1.0, warmup=0, clip_norm=clip_norm),
         policy=PolicyConfig(micro_batch_tokens=budget), **split,
     )  # fmt: skip
     before = {n: p.detach().clone() for n, p in policy.named_parameters()}
-    optimizer = optimizer or torch.optim.SGD(policy.parameters(), lr=1.0)
-    run = SimpleNamespace(config=config, policy=policy, reference=None, optimizer=optimizer, timer=Timer(), updates=0, total=10)
-    metrics = grpo.update(run, grpo.Rows(rows, np.array(advantages), np.array(weights or [1.0] * len(rows))))
+    unused = {f.name: None for f in dataclasses.fields(grpo.Run) if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING}
+    optimizer = torch.optim.SGD(policy.parameters(), lr=1.0)
+    run = grpo.Run(**unused | dict(config=config, policy=policy, optimizer=optimizer, timer=Timer(), total=10))
+    zeros = np.zeros(len(rows))
+    metrics = grpo.update(run, Rows(rows, zeros, np.array(advantages), np.array(weights or zeros + 1)))
     return {n: p.detach() - before[n] for n, p in policy.named_parameters()}, metrics.result()
 
 
