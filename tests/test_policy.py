@@ -48,7 +48,7 @@ def rollout(index: int, sample: int, prompt: list[int], completion: list[int], s
 def groups(*shapes: tuple[int, list[int]], vocabulary: int = 128, seed: int = 0) -> list[Rollout]:
     """Random rollouts: for each (prompt length, completion lengths) one group."""
     draw = np.random.default_rng(seed)
-    ids = lambda n: draw.integers(3, vocabulary, n).tolist()  # noqa: E731
+    ids = lambda n: draw.integers(3, vocabulary, n).tolist()
     return [rollout(i, s, prompt, ids(n)) for i, (p, lengths) in enumerate(shapes) for prompt in [ids(p)] for s, n in enumerate(lengths)]
 
 
@@ -375,7 +375,6 @@ def test_loss_and_gradient_do_not_depend_on_micro_batches_or_row_order(tmp_path,
 
 def test_loss_and_gradient_do_not_depend_on_the_order_of_rows(tmp_path):
     policy, rows = load(tmp_path), groups((3, [1, 2, 3]), (5, [4, 9]), (1, [7, 5]))
-    (batch,) = pack(rows, 1000)
     advantages = advantages_of(rows)
 
     def run(order: list[int], budget: int):
@@ -438,7 +437,7 @@ def test_the_chunked_head_equals_the_dense_one_in_values_and_gradients(temperatu
 def test_the_chunked_head_passes_gradcheck(temperature, softcap, has_bias):
     torch.manual_seed(0)
     hidden, weight, bias = (torch.randn(*shape).double().requires_grad_() for shape in ((5, 3), (7, 3), (7,)))
-    function = lambda *x: ChunkedLogprobs.apply(x[0], x[1], x[2] if has_bias else None, torch.tensor([0, 6, 3, 3, 1]), temperature, softcap, 2)  # noqa: E731
+    function = lambda *x: ChunkedLogprobs.apply(x[0], x[1], x[2] if has_bias else None, torch.tensor([0, 6, 3, 3, 1]), temperature, softcap, 2)
     assert torch.autograd.gradcheck(function, (hidden, weight, bias) if has_bias else (hidden, weight))
 
 
@@ -559,7 +558,7 @@ def test_sampling_and_training_modes_alternate(tmp_path):
 
 
 def test_learning_rates_warm_up_and_follow_their_schedule():
-    rates = lambda total, **c: [round(learning_rate(s, total, OptimConfig(lr=1.0, **c)), 6) for s in range(total)]  # noqa: E731
+    rates = lambda total, **c: [round(learning_rate(s, total, OptimConfig(lr=1.0, **c)), 6) for s in range(total)]
     assert rates(6, warmup=4) == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
     assert rates(3, warmup=0) == [1.0, 1.0, 1.0]
     assert rates(6, warmup=2, schedule="linear") == [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
