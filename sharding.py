@@ -8,6 +8,7 @@
 Nothing but layers and the wrapper is a group of its own: the tied head is used inside the wrapper's forward, with the embedding's shard.
 """
 
+import copy
 import json
 import time
 from collections.abc import Iterable, Iterator
@@ -177,7 +178,8 @@ class WholeCopy:
         from transformers import AutoModelForCausalLM
 
         self.policy = policy
-        self.model = AutoModelForCausalLM.from_config(policy.model.config, dtype=torch.float32, attn_implementation="sdpa").to(device).eval()
+        config = copy.deepcopy(policy.model.config)  # the trainer's own would be told to attend as this copy does
+        self.model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa").to(device).eval()
 
     @torch.no_grad()
     def __call__(self, version: int) -> None:
