@@ -473,6 +473,7 @@ def load_policy(path: str, config: PolicyConfig, temperature: float, device: tor
         sharding.shard(policy, ranks, policy.compute_dtype, config.offload)
         sharding.load_shards(policy, path, ranks, config.offload)
     check_packed_scores(policy)
+    sharding.settle(policy)  # an optimizer made now must find shards
     return policy
 
 
@@ -523,7 +524,9 @@ def check_packed_scores(policy: Policy) -> None:
 @torch.no_grad()
 def score(policy: nn.Module, batches: Sequence[Batch]) -> list[Tensor]:
     """Log-probabilities (N,) of each micro-batch, without gradient. The policy has no dropout, so train and eval mode agree."""
-    return [policy(batch)[0] for batch in batches]
+    found = [policy(batch)[0] for batch in batches]
+    sharding.settle(policy)
+    return found
 
 
 # ------------------------------------------------------------------------------------------------ optimizer

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ranks import Ranks
@@ -57,6 +58,12 @@ def shard(policy: Any, ranks: Ranks, compute_dtype: torch.dtype, offload: bool) 
     for layer in decoder_layers(policy.model):
         fully_shard(layer, **settings)
     fully_shard(policy, **settings)
+
+
+def settle(policy: nn.Module) -> None:
+    """After a forward pass without a backward the wrapper's own parameters (embedding, head) are still whole: back to shards."""
+    if isinstance(policy, FSDPModule):
+        policy.reshard()
 
 
 def load_shards(policy: Any, path: str, ranks: Ranks, offload: bool) -> None:
@@ -152,6 +159,8 @@ def whole_parameters(model: nn.Module, dtype: torch.dtype, bucket_bytes: int = 2
     """
     bucket: list[tuple[str, Tensor]] = []
     size = 0
+    if len({isinstance(p, DTensor) for p in model.parameters()}) > 1:
+        raise RuntimeError("some parameters are shards and some are whole: a forward pass was not followed by backward or settle")
     for name, parameter in model.named_parameters():
         bucket.append((name, whole(parameter.detach().to(dtype))))
         size += parameter.numel() * dtype.itemsize

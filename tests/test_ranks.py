@@ -81,7 +81,8 @@ def test_two_processes_log_the_numbers_and_learn_the_weights_of_one(name, one, t
     for a, b in zip(numbers(alone), numbers(folder / name), strict=True):
         assert a.keys() == b.keys()
         for key in a:  # the rounding of a sum in another order, amplified by Adam's division
-            assert b[key] == pytest.approx(a[key], rel=2e-3, abs=2e-5), (a["step"], key)
+            assert (a[key] is None) == (b[key] is None), (a["step"], key)
+            assert a[key] is None or b[key] == pytest.approx(a[key], rel=2e-3, abs=2e-5), (a["step"], key)
     first = [read_lines(out / "metrics.jsonl")[-3] for out in (alone, folder / name)]  # before any update: the same to float32 rounding
     for key in ("reward", "loss", "grad_norm", "entropy", "mismatch_k3", "trained_tokens", "packed_tokens"):
         if key in first[0]:
@@ -266,7 +267,7 @@ def launched(*flags):
     from accelerate.commands.launch import launch_command_parser
     from accelerate.utils.launch import prepare_simple_launcher_cmd_env
 
-    arguments = launch_command_parser().parse_args([*flags, "--mixed_precision", "no", "--num_machines", "1", "grpo.py"])
+    arguments = launch_command_parser().parse_args([*flags, "--mixed_precision", "no", "--dynamo_backend", "no", "--num_machines", "1", "grpo.py"])
     return prepare_simple_launcher_cmd_env(arguments)[1]
 
 
