@@ -91,7 +91,7 @@ def load_shards(policy: Any, path: str, ranks: Ranks, offload: bool) -> None:
             local = read_rows(stored[name], name, begin, begin + count) if count else torch.empty(parameter.to_local().shape)
             if tuple(local.shape) != tuple(parameter.to_local().shape):
                 raise UserError(f"--model {path}: {name} has shape {tuple(local.shape)}, the model expects {tuple(parameter.to_local().shape)}")
-            local = local.to(home, torch.float32)
+            local = local.to(home, torch.float32, copy=True)  # on a CPU too: what was read is a view of the file
             value = DTensor.from_local(local, parameter.device_mesh, parameter.placements, shape=parameter.shape, stride=parameter.stride(), run_check=False)
         filled[id(parameter)] = nn.Parameter(value)
     tied = {name: filled[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}  # one object where two names share weights

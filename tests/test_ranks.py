@@ -105,7 +105,7 @@ def test_rank_zero_alone_writes_and_what_it_writes_is_that_of_one_process(one, t
 def test_the_imbalance_is_a_metric(two):
     folder, _ = two
     assert all(1.0 <= row["imbalance"] < 1.5 for row in read_lines(folder / "fsdp" / "metrics.jsonl")[1:])
-    assert all(row["imbalance"] == 2.0 for row in read_lines(folder / "fsdp_lonely" / "metrics.jsonl")[1:])  # one group, two ranks
+    assert all(row["imbalance"] == 2.0 for row in read_lines(folder / "fsdp_lonely" / "metrics.jsonl") if "imbalance" in row)  # one group, two ranks
 
 
 def test_a_step_in_which_everything_failed_is_skipped_on_all_ranks(two):
