@@ -28,6 +28,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from policy import export
+from sharding import shard_like, whole, whole_parameters
 from task import UserError
 
 
@@ -140,7 +141,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, names: dict[torch.nn.Parame
         raise UserError(f"{path} holds the state of other parameters: {sorted(stored ^ set(names.values()))[:4]} ...")
     for parameter, name in names.items():
         state = {key.rpartition("/")[2]: value for key, value in tensors.items() if key.rpartition("/")[0] == name}
-        optimizer.state[parameter] = {k: v.to(parameter.device) if v.ndim else v for k, v in state.items()}
+        optimizer.state[parameter] = {k: shard_like(v, parameter) if v.ndim else v for k, v in state.items()}
 
 
 def random_state() -> dict[str, Any]:
@@ -163,17 +164,42 @@ COUNTERS = ("step", "cursor", "updates", "empty_steps", "entropy_coef", "entropy
 
 
 def save_run(run: Any) -> None:
-    """Save a run: its policy as a folder for transformers and vLLM, its optimizer, counters, random state and configuration."""
+    """Save a run: its policy as a folder for transformers and vLLM, its optimizer, counters, random state and configuration.
+
+    All ranks call it and gather what is sharded (whole, on rank 0's CPU); rank 0 writes.
+    """
+    run.ranks.barrier("checkpoint")
+    weights = gathered(run) if run.policy.sharded else None
 
     def write(folder: Path) -> None:
-        export(run.policy, folder / "model", run.tokenizer, torch.float32)
-        save_optimizer(run.optimizer, run.parameter_names, folder / "optimizer.safetensors")
+        if weights is None:
+            export(run.policy, folder / "model", run.tokenizer, torch.float32)
+            save_optimizer(run.optimizer, run.parameter_names, folder / "optimizer.safetensors")
+        else:
+            export(run.policy, folder / "model", run.tokenizer, torch.float32, weights[0])
+            save_file(weights[1], folder / "optimizer.safetensors")
 
     counters = {name: getattr(run, name) for name in COUNTERS}
     versions = {name: sys.modules[name].__version__ for name in ("torch", "transformers", "numpy")}
     state = {**counters, "random": random_state(), "config": dataclasses.asdict(run.config), "versions": versions}
     with run.timer("checkpoint"):
-        save(run.out / "checkpoints", run.step, write, state, run.config.checkpoint.keep)
+        if run.ranks.is_main:
+            save(run.out / "checkpoints", run.step, write, state, run.config.checkpoint.keep)
+        run.ranks.barrier("checkpoint written")
+
+
+def gathered(run: Any) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """A sharded policy's weights and moments, whole, on rank 0; empty elsewhere. A collective, one tensor at a time."""
+    found: tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]] = {}, {}
+    for name, tensor in whole_parameters(run.policy.model, torch.float32, 0):
+        if run.ranks.is_main:
+            found[0][name] = tensor.cpu()
+    for p, name in run.parameter_names.items():
+        for key, value in run.optimizer.state.get(p, {}).items():
+            tensor = whole(value).contiguous()
+            if run.ranks.is_main:
+                found[1][f"{name}/{key}"] = tensor.cpu()
+    return found
 
 
 def find(config: Any, out: Path) -> Path | None:

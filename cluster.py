@@ -25,6 +25,7 @@ from typing import Any, Literal
 
 import torch
 
+import sharding
 from policy import Policy
 from rollout import DeadlineConfig, EngineError
 from task import UserError
@@ -73,13 +74,11 @@ def make_plan(engine: str, cuda_devices: int, processes: int, vllm_installed: bo
     'hf'
 
     Raises:
-        UserError: an engine that is not installed, or a number of processes that this version does not run.
+        UserError: an engine that is not installed.
     """
     if engine == "vllm" and not vllm_installed:
         raise UserError("--engine vllm, but vLLM is not installed: pip install -r requirements.txt, or --engine hf")
     chosen = engine if engine != "auto" else "vllm" if vllm_installed else "hf"
-    if processes > 1:
-        raise UserError(f"{processes} trainer processes: this version trains with one; use `accelerate launch --num_processes 1`")
     device = "cuda" if cuda_devices else "cpu"
     if chosen == "hf":
         return Plan("hf", device, "self", "none")
@@ -231,11 +230,14 @@ class Refit:
         import gloo_transfer  # imports vLLM, which takes seconds and patches torch's compiler: only where an engine is used
 
         assert backend == "gloo"
-        self.url, self.timeout = url, deadlines.refit
+        self.url, self.timeout, self.source = url, deadlines.refit, policy_source(policy, dtype)
+        self.engine = None
+        if not policy.ranks.is_main:
+            return  # it only takes part in gathering shards
         client = HTTPVLLMWeightSyncClient(url, timeout=deadlines.refit)
         world_size = 1 + int(self.call("GET", "get_world_size")["world_size"])
         info = gloo_transfer.GlooTrainerInitInfo("127.0.0.1", free_port(), world_size, deadlines.refit, rank=0)
-        self.engine = WeightTransferTrainerFactory.trainer_init(info, client=client, source=policy_source(policy, dtype))
+        self.engine = WeightTransferTrainerFactory.trainer_init(info, client=client, source=self.source)
 
     def __call__(self, version: int) -> None:
         """Give the engine the policy's present weights, called `version` from now on.
@@ -243,6 +245,10 @@ class Refit:
         Raises:
             EngineError: some part failed; the engine must not be used again.
         """
+        if self.engine is None:
+            for _ in self.source:
+                pass
+            return
         try:
             self.pause()
             self.transfer()
@@ -290,15 +296,14 @@ def policy_source(policy: Policy, dtype: torch.dtype) -> Any:
             return [ParamMeta(name, dtype, tuple(p.shape)) for name, p in policy.model.named_parameters()]
 
         def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-            for name, p in policy.model.named_parameters():
-                yield name, p.detach().to(dtype)
+            return sharding.whole_parameters(policy.model, dtype)
 
     return PolicySource()
 
 
 def set_threads(threads: int) -> None:
-    """Launchers set OMP_NUM_THREADS=1 for their children; the trainer takes the cores it may run on."""
-    torch.set_num_threads(threads or len(os.sched_getaffinity(0)))
+    """Launchers set OMP_NUM_THREADS=1 for their children; the trainer takes its share of the cores it may run on."""
+    torch.set_num_threads(threads or max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
 
 
 def stop_on_signals(signals: Sequence[int] = (signal.SIGTERM, signal.SIGHUP)) -> None:

@@ -40,10 +40,12 @@ import cluster
 import loss
 import objectives
 import policy as policies
+import sharding
 from cluster import Plan
 from config import CORRECTIONS, KL_GRADIENTS, OBJECTIVES, Config, LossConfig, check, parse
 from log import Log, Metrics, Timer, plot_run, start_trackers, step_line, write_samples
 from policy import Batch, Policy
+from ranks import Ranks, guarded, start_ranks
 from rollout import EngineError, HFEngine, Renderer, Rollout, Sampler, VLLMEngine, rollout_metrics, sample_groups
 from shaping import Rows, advantages_of, after_scoring, likelihood_coefficients, prepare, shape
 from task import Example, Task, UserError, evaluation, keep, load_task, next_position, position, self_test
@@ -85,11 +87,12 @@ class Run:
     reference: Policy | None
     optimizer: torch.optim.Optimizer
     engine: Any
-    refit: cluster.Refit | None
+    refit: cluster.Refit | sharding.WholeCopy | None
     server: cluster.Server | None
     log: Log
     timer: Timer
     total: int
+    ranks: Ranks
     step: int = 0
     cursor: int = 0  # prompts taken from the global order
     updates: int = 0
@@ -110,8 +113,9 @@ def setup(config: Config) -> Run:
     Raises:
         UserError: something the user can mend; nothing is left running.
     """
-    plan = make_plan(config)
-    out = Path(config.out or f"out/{Path(config.task.split(':')[0]).stem}-{time.strftime('%Y%m%d-%H%M%S')}")
+    ranks = start_ranks(config.deadlines.collective)
+    plan = make_plan(config, ranks.size)
+    out = ranks.gather(Path(config.out or f"out/{Path(config.task.split(':')[0]).stem}-{time.strftime('%Y%m%d-%H%M%S')}"))[0]
     tokenizer, generation_config = load_tokenizer(config.model)
     task = load_task(config.task, config.task_settings)
     renderer = Renderer(tokenizer, config.task_config.prompt_format, task.tools, generation_config, task.tool_prompt)
@@ -131,37 +135,46 @@ def setup(config: Config) -> Run:
     total = total_steps(config, len(examples))
     if total < 1:
         raise UserError(f"--epochs {config.epochs} of {len(examples)} prompts is less than one step of --prompts-per-step {config.prompts_per_step}")
-    resumed = checkpoint.find(config, out)
-    log = Log(out, config.log, keep_until=json.loads((resumed / "state.json").read_text())["step"] if resumed else None)
-    (out / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=1))
+    ranks.barrier("setup")  # every rank has checked --out before the first one writes there
+    resumed = ranks.on_first(lambda: checkpoint.find(config, out))
+    log = Log(out, config.log, ranks.is_main, keep_until=json.loads((resumed / "state.json").read_text())["step"] if resumed else None)
+    if ranks.is_main:
+        (out / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=1))
     log.print(f"{config.task}: {len(examples)} training prompts, {len(task.eval)} held out, {renderer.format} prompts; {plan.table()}")
     for reason, count in task.dropped.items():
         log.print(f"dropped {count}: {reason}")
     log.print(f"{total} steps of {config.prompts_per_step} x {config.samples_per_prompt} samples; writing to {out}")
 
-    device = torch.device("cuda", torch.cuda.current_device()) if plan.device == "cuda" else torch.device("cpu")
-    dtype = policies.compute_dtype(config.policy, device)
+    dtype = policies.compute_dtype(config.policy, ranks.device)
     wire = dtype if config.engine_config.dtype == "auto" else getattr(torch, config.engine_config.dtype)
-    server = None
+    server, address = None, None
     try:
         source = str(resumed / "model") if resumed else config.model
-        if plan.engine == "vllm":
+        if plan.engine == "vllm" and ranks.is_main:
             length = config.sampling.max_prompt_tokens + config.sampling.max_completion_tokens
             server, key = cluster.start_vllm(config.model, plan, config.engine_config, str(wire).removeprefix("torch."), length, out / "engine.log")
-        policy = policies.load_policy(source, config.policy, config.sampling.temperature, device)
+            address = server.url, key
+        policy = policies.load_policy(source, config.policy, config.sampling.temperature, ranks.device, ranks)
         reference = None
         if config.loss.kl_coef:  # always the model the run began with, also on resume
-            reference = policies.load_policy(config.model, config.policy, config.sampling.temperature, device).requires_grad_(False)
+            reference = policies.load_policy(config.model, config.policy, config.sampling.temperature, ranks.device, ranks).requires_grad_(False)
         optimizer = policies.make_optimizer(policy, config.optim)
         refit, engine = None, None
         if server is not None:
             log.print(f"policy loaded; waiting for vLLM (log: {out / 'engine.log'})")
             server.wait_until_healthy(config.deadlines.engine_start)
-            engine = VLLMEngine(server.url, key, config.deadlines.request, server.check_alive)
-            refit = cluster.Refit(server.url, policy, wire, plan.backend, config.deadlines)
+        if plan.engine == "vllm":
+            ranks.barrier("engine start", config.deadlines.engine_start)
+            url, key = ranks.gather(address)[0]  # every rank talks to the server that the first one keeps
+            engine = VLLMEngine(url, key, config.deadlines.request, server.check_alive if server else lambda: None)
+            refit = cluster.Refit(url, policy, wire, plan.backend, config.deadlines)
+        elif policy.sharded:
+            log.print("--engine hf on a sharded policy: each rank samples from a whole float32 copy, gathered once per update; for small models")
+            refit = sharding.WholeCopy(policy, ranks.device)
+            engine = HFEngine(refit.model, tokenizer, lambda sampling: None, config.engine_config.hf_batch)
         else:
             engine = HFEngine(policy.model, tokenizer, policy.set_sampling, config.engine_config.hf_batch)
-        run = Run(config, plan, out, task, examples, renderer, tokenizer, policy, reference, optimizer, engine, refit, server, log, Timer(), total)
+        run = Run(config, plan, out, task, examples, renderer, tokenizer, policy, reference, optimizer, engine, refit, server, log, Timer(), total, ranks)
         run.entropy_coef = run.entropy_bonus = config.loss.entropy_coef
         if resumed:
             checkpoint.restore(run, resumed)
@@ -172,10 +185,8 @@ def setup(config: Config) -> Run:
         raise
 
 
-def make_plan(config: Config) -> Plan:
-    from accelerate import PartialState
-
-    return cluster.make_plan(config.engine, torch.cuda.device_count(), PartialState().num_processes, cluster.vllm_installed())
+def make_plan(config: Config, processes: int) -> Plan:
+    return cluster.make_plan(config.engine, torch.cuda.device_count(), processes, cluster.vllm_installed())
 
 
 def load_tokenizer(model: str) -> tuple[Any, Any]:
@@ -200,7 +211,9 @@ def refit_if_stale(run: Run) -> None:
     if run.sent != run.updates:
         with run.timer("refit"):
             if run.refit is not None:
+                run.ranks.current = "refit"
                 run.refit(run.updates)
+                run.ranks.barrier("refit", run.config.deadlines.refit)  # nobody asks an engine that is being filled
             run.engine.version = run.sent = run.updates
 
 
@@ -210,7 +223,7 @@ def sample(run: Run) -> list[list[Rollout]]:
     sampler = Sampler(run.engine, run.renderer, run.task, config.sampling, config.deadlines, config.seed)
     with run.timer("generation"):
         for _ in range(1 + config.refill):
-            groups += asyncio.run(sample_groups(sampler, take_prompts(run, missing), config.samples_per_prompt))
+            groups += generate(run, sampler, take_prompts(run, missing), config.samples_per_prompt)
             missing = config.prompts_per_step - sum(carries_signal(group, run.task.reward_weights) for group in groups)
             if missing == 0:
                 break
@@ -218,6 +231,12 @@ def sample(run: Run) -> list[list[Rollout]]:
         if not any(r.failure for r in group) and np.mean([r.reward(run.task.reward_weights) for r in group]) >= config.retire_at:
             run.retired.append(position(run.task, config.seed, group[0].index))
     return groups
+
+
+def generate(run: Run, sampler: Sampler, prompts: Sequence[tuple[int, Example]], samples: int) -> list[list[Rollout]]:
+    """The groups of these prompts. Each rank samples its share, then all ranks know all groups."""
+    own = prompts[run.ranks.rank :: run.ranks.size]
+    return run.ranks.exchange(asyncio.run(sample_groups(sampler, own, samples)))
 
 
 def carries_signal(group: Sequence[Rollout], weights: dict[str, float]) -> bool:
@@ -268,7 +287,12 @@ def update(run: Run, rows: Rows) -> Metrics:
     splits = min(config.updates_per_batch, len(groups))
     bounds = [len(groups) * s // splits for s in range(splits + 1)]
     parts = [rows.take([r for g in groups[a:b] for r in g]) for a, b in zip(bounds, bounds[1:])]
-    packed = [[b.to(run.policy.device) for b in policies.pack(part.rollouts, config.policy.micro_batch_tokens)] for part in parts]
+    packed, hidden = [], run.policy.model.config.get_text_config().hidden_size
+    for part in parts:
+        batches, imbalance = policies.pack_share(part.rollouts, config.policy.micro_batch_tokens, run.ranks, hidden)
+        packed.append([b.to(run.policy.device) for b in batches])
+        metrics.max("imbalance", imbalance)
+    run.ranks.barrier("training")
     if config.loss.kl_coef:
         assert run.reference is not None
         with run.timer("reference"):
@@ -300,7 +324,7 @@ def one_update(run: Run, rows: Rows, batches: list[Batch], check_mismatch: bool)
         for batch, (advantages, step) in zip(batches, prepare(run, rows, batches, coefficients)):
             logprobs, entropy = run.policy(batch)  # (N,), (N,)
             old = logprobs.detach() if batch.logprobs_old is None else batch.logprobs_old
-            own = torch.tensor(batch.rows, device=device)  # rows of this micro-batch
+            own = torch.tensor(batch.rows, dtype=torch.int64, device=device)  # rows of this micro-batch
             value, found = loss.policy_loss(
                 logprobs, old, batch.logprobs_gen, batch.logprobs_ref, entropy, advantages, coefficients[own], batch.row_ids,
                 objective=objective, level=settings.level, clip_low=settings.clip_low, clip_high=settings.clip_high, anchor=settings.anchor,
@@ -311,10 +335,12 @@ def one_update(run: Run, rows: Rows, batches: list[Batch], check_mismatch: bool)
             )  # fmt: skip
             if not torch.isfinite(value):
                 raise FloatingPointError(f"the loss of a micro-batch is {value.item()}: no optimizer step was taken; the last checkpoint stands")
-            value.backward()
+            (value * run.policy.gradient_scale).backward()
             metrics.add(found)
             if check_mismatch:
                 metrics.add(loss.mismatch(old, batch.logprobs_gen, batch.versions == run.updates))
+        metrics = run.ranks.reduce(metrics)  # from here on those of the whole step
+        policies.sum_gradients(run.policy)
         if check_mismatch:
             stop_on_mismatch(run, metrics.result()["mismatch_k3"])
         lr = policies.learning_rate(run.updates, run.total * run.config.updates_per_batch * run.config.passes, run.config.optim)
@@ -330,7 +356,7 @@ def one_update(run: Run, rows: Rows, batches: list[Batch], check_mismatch: bool)
     metrics.mean("lr", lr)
     metrics.sum("updates", 1)
     metrics.sum("trained_tokens", sum(sum(r.sampled) for r, w in zip(rows.rollouts, rows.weights) if w))
-    metrics.sum("packed_tokens", sum(len(b.input_ids) for b in batches))
+    metrics.sum("packed_tokens", sum(run.ranks.gather(sum(len(b.input_ids) for b in batches if b.rows))))
     return metrics
 
 
@@ -394,7 +420,7 @@ def evaluate(run: Run) -> dict[str, float]:
     sampler = Sampler(run.engine, run.renderer, run.task, sampling, config.deadlines, config.seed, "eval", config.eval.top_p)
     refit_if_stale(run)
     with run.timer("evaluation"):
-        groups = asyncio.run(sample_groups(sampler, list(enumerate(run.task.eval)), config.eval.samples))
+        groups = generate(run, sampler, list(enumerate(run.task.eval)), config.eval.samples)
     good = [[r for r in group if not r.failure] for group in groups]
     rewards = [[r.reward(run.task.reward_weights) for r in group] for group in good if group]
     if not rewards:
@@ -407,9 +433,10 @@ def evaluate(run: Run) -> dict[str, float]:
     )
     flat = [r for group in rewards for r in group]
     rollouts = [r for group in good for r in group]
-    rows = [describe(run, r) for r in rollouts]
-    write_samples(run.out, run.step, rows, config.log.samples)
-    run.log.rollouts(run.step, rows, "eval.jsonl")
+    if run.ranks.is_main:
+        rows = [describe(run, r) for r in rollouts]
+        write_samples(run.out, run.step, rows, config.log.samples)
+        run.log.rollouts(run.step, rows, "eval.jsonl")
     return {
         "eval/accuracy": sum(flat) / len(flat),
         **{f"eval/{name}" if row == "all" else f"eval/{row}/{name}": value for row, scores in by_task.items() for name, value in scores.items()},
@@ -434,7 +461,7 @@ def describe(run: Run, rollout: Rollout) -> dict[str, Any]:
 def train(run: Run) -> dict[str, float]:
     """The loop. Returns the last evaluation's accuracy and the first's, nan where there was none."""
     config, begun = run.config, time.time()
-    trackers = start_trackers(config.log, dataclasses.asdict(config), run.out, run.plan.device == "cpu")
+    trackers = start_trackers(config.log, dataclasses.asdict(config), run.out, run.plan.device == "cpu", run.ranks.is_main)
     before = after = math.nan
     if config.eval.every and run.step == 0 == config.eval.first:
         numbers = evaluate(run)
@@ -455,12 +482,15 @@ def train(run: Run) -> dict[str, float]:
                 run.log.print(f"held-out accuracy {after:.3f} reached --eval.stop-at {config.eval.stop_at}: stopping")
         numbers |= {**run.timer.take(), "time/step": time.perf_counter() - start, "epoch": run.cursor / len(run.examples)}
         run.log.step(run.step, numbers)
-        run.log.rollouts(run.step, [describe(run, r) for group in groups for r in group])
-        trackers.log(numbers, step=run.step)
+        if run.ranks.is_main:
+            run.log.rollouts(run.step, [describe(run, r) for group in groups for r in group])
+        for tracker in trackers:
+            tracker.log(numbers, step=run.step)
         run.log.print(step_line(run.step, run.total, numbers))
         if last or (config.checkpoint.every and run.step % config.checkpoint.every == 0):
             checkpoint.save_run(run)  # after the step's metrics are written: a resumed run finds all of them
-    trackers.end_training()
+    for tracker in trackers:
+        tracker.finish()
     return {"accuracy_before": before, "accuracy_after": after, "minutes": (time.time() - begun) / 60}
 
 
@@ -478,10 +508,12 @@ def main(arguments: Sequence[str]) -> None:
     config = parse(arguments, __doc__ or "")
     check(config)
     if config.dry_run:
+        ranks = start_ranks(config.deadlines.collective)
         asyncio.run(self_test(load_task(config.task, config.task_settings)))
-        print(json.dumps(dataclasses.asdict(config), indent=1))
-        print(make_plan(config).table())
-        return
+        if ranks.is_main:
+            print(json.dumps(dataclasses.asdict(config), indent=1))
+            print(make_plan(config, ranks.size).table())
+        return ranks.finish()
     cluster.stop_on_signals()
     cluster.set_threads(config.policy.threads)
     run = setup(config)
@@ -490,15 +522,12 @@ def main(arguments: Sequence[str]) -> None:
     finally:
         if run.server is not None:
             run.server.stop()
-    if config.eval_only:
-        return
-    plot = plot_run(run.out)
-    run.log.print(f"wrote {run.out}/: metrics.jsonl, samples.md, {plot.name if plot else 'no plot'}, checkpoints/step_{run.step}/model")
-    run.log.print(json.dumps({k: None if math.isnan(v) else round(v, 4) for k, v in result.items()}))
+    if not config.eval_only:
+        plot = plot_run(run.out) if run.ranks.is_main else None
+        run.log.print(f"wrote {run.out}/: metrics.jsonl, samples.md, {plot.name if plot else 'no plot'}, checkpoints/step_{run.step}/model")
+        run.log.print(json.dumps({k: None if math.isnan(v) else round(v, 4) for k, v in result.items()}))
+    run.ranks.finish()
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except (UserError, EngineError) as error:
-        sys.exit(f"error: {error}")
+    guarded(main, sys.argv[1:])

@@ -215,10 +215,12 @@ def step_line(step: int, total: int, numbers: Mapping[str, float]) -> str:
     return line + (f"  | held-out accuracy {numbers['eval/accuracy']:.3f}" if "eval/accuracy" in numbers else "")
 
 
-def start_trackers(config: LogConfig, settings: Mapping[str, Any], folder: Path, cpu: bool) -> Any:
-    """Accelerate's trackers (`.log(numbers, step=)`, `.end_training()`); with none configured, their calls do nothing."""
+def start_trackers(config: LogConfig, settings: Mapping[str, Any], folder: Path, cpu: bool, is_main: bool = True) -> list[Any]:
+    """Accelerate's trackers (`.log(numbers, step=)`, `.finish()`), in the main process alone."""
+    if not (config.trackers and is_main):
+        return []
     from accelerate import Accelerator
 
-    trackers = Accelerator(log_with=list(config.trackers) or None, project_dir=folder, cpu=cpu)
+    trackers = Accelerator(log_with=list(config.trackers), project_dir=folder, cpu=cpu)
     trackers.init_trackers(config.project, config={k: v if isinstance(v, (int, float, str, bool)) else str(v) for k, v in settings.items()})
-    return trackers
+    return list(trackers.trackers)

@@ -23,6 +23,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import sharding
+from ranks import Ranks, balance
 from rollout import Rollout
 from task import UserError
 
@@ -34,6 +36,8 @@ class PolicyConfig:
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of the computation; auto: bfloat16 on CUDA, float32 on CPU; master weights are float32
     micro_batch_tokens: int = 16384  # packed tokens per forward and backward; results do not depend on it, memory does
     head_chunk: int = 2**24  # logits held at once (tokens x vocabulary); 2^24 in float32 are 64 MB
+    shard: bool = True  # with several processes: parameters, gradients and optimizer state in shards (FSDP2); off: a whole copy on each (DDP)
+    offload: bool = False  # shards wait on the CPU and visit the device layer by layer; the optimizer steps on the CPU
     checkpointing: bool = False  # recompute activations in the backward pass: about 30 % more compute, much less memory
     threads: int = 0  # CPU threads of the trainer; 0: all cores of this process
 
@@ -117,6 +121,35 @@ def pack(rollouts: Sequence[Rollout], budget: int) -> list[Batch]:
         else:
             bins[b] = (bins[b][0] + sizes[i], [*bins[b][1], i])
     return [_lay_out(rollouts, [families[i] for i in sorted(members)]) for _, members in bins]
+
+
+def pack_share(rollouts: Sequence[Rollout], budget: int, ranks: Ranks, hidden: int) -> tuple[list[Batch], float]:
+    """This rank's micro-batches of an optimizer step's rows, as many as on every other rank, and the imbalance: largest share over the mean.
+
+    Whole groups are dealt out by their work: packed tokens, and the pairs of tokens that attend to each other, of which a layer's
+    attention makes as much work as 1 / (6 hidden) tokens. A rank with fewer micro-batches adds idle ones: one token that is in nobody's
+    loss, so that every forward and backward has its counterpart on every rank.
+    """
+    if ranks.size == 1:
+        return pack(rollouts, budget), 1.0
+    groups: dict[int, list[int]] = {}
+    for row, rollout in enumerate(rollouts):
+        groups.setdefault(rollout.index, []).append(row)
+    members, costs = list(groups.values()), []
+    for rows in members:
+        prompt, lengths = len(rollouts[rows[0]].prompt_ids), [len(rollouts[r].completion_ids) for r in rows]
+        pairs = prompt**2 / 2 + sum(n * (prompt + n / 2) for n in lengths)
+        costs.append(prompt + sum(lengths) + pairs / (6 * hidden))
+    shares = balance(costs, ranks.size)
+    own = [row for g in shares[ranks.rank] for row in members[g]]
+    batches = pack([rollouts[r] for r in own], budget)
+    for batch in batches:
+        batch.rows = [own[r] for r in batch.rows]  # rows of the optimizer step, not of the share
+    idle = _lay_out([Rollout(-1, 0, [0])], [[0]])
+    idle.rows = []
+    batches += [idle] * (max(ranks.gather(len(batches))) - len(batches))
+    loads = [sum(costs[g] for g in share) for share in shares]
+    return batches, max(loads) * ranks.size / sum(loads)
 
 
 def _lay_out(rollouts: Sequence[Rollout], families: list[list[int]]) -> Batch:
@@ -368,16 +401,22 @@ class Policy(nn.Module):
         temperature: of the distribution that is scored; the same as of the one sampled from.
     """
 
-    def __init__(self, model: Any, temperature: float = 1.0, head_chunk: int = 2**24, compute_dtype: torch.dtype = torch.float32):
+    def __init__(
+        self, model: Any, temperature: float = 1.0, head_chunk: int = 2**24, compute_dtype: torch.dtype = torch.float32,
+        device: torch.device | None = None, ranks: Ranks = Ranks(), sharded: bool = False,
+    ):  # fmt: skip
         super().__init__()
         self.model, self.temperature, self.head_chunk, self.compute_dtype = model, temperature, head_chunk, compute_dtype
         self.softcap = getattr(model.config, "final_logit_softcapping", None)
+        self.device = model.device if device is None else device  # of the computation; offloaded parameters are elsewhere
+        self.ranks, self.sharded = ranks, sharded
+        # FSDP2 averages gradients over ranks, but the loss is divided by the counts of the whole step already: this undoes the average,
+        # once. Whole copies are added up by sum_gradients.
+        self.gradient_scale = ranks.size if sharded else 1
 
-    @property
-    def device(self) -> torch.device:
-        return self.model.device
-
-    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
+    def forward(self, batch: Batch | Tensor) -> tuple[Tensor, Tensor]:
+        if isinstance(batch, Tensor):  # (1, T) the plain computation, for comparison: logits (T, V) and nothing
+            return self.model(batch).logits[0], batch
         ids, positions, attention = batch.input_ids, batch.position_ids, {}
         if ids.is_cuda:
             mask, padding = block_mask_of(batch, getattr(self.model.config, "sliding_window", None))
@@ -398,8 +437,10 @@ class Policy(nn.Module):
         self.model.train(not sampling)
 
 
-def load_policy(path: str, config: PolicyConfig, temperature: float, device: torch.device) -> Policy:
+def load_policy(path: str, config: PolicyConfig, temperature: float, device: torch.device, ranks: Ranks = Ranks()) -> Policy:
     """A transformers causal language model in float32 master weights, checked to score packed tokens as it scores plain ones.
+
+    With several ranks and --policy.shard each holds a shard, and no process ever holds the whole model.
 
     Raises:
         UserError: no such model; a layer or head that packed scoring does not cover.
@@ -409,20 +450,30 @@ def load_policy(path: str, config: PolicyConfig, temperature: float, device: tor
 
     transformers.utils.logging.disable_progress_bar()
     AttentionInterface.register(PACKED, packed_attention)
+    sharded = config.shard and ranks.size > 1
+    if config.offload and not sharded:
+        raise UserError("--policy.offload needs --policy.shard and several trainer processes: offloading is FSDP2's")
     try:
         model_config = AutoConfig.from_pretrained(path)
         for name, value in vars(model_config).items():  # before the layers are made: some copy the number
             if isinstance(value, float) and "drop" in name:
                 setattr(model_config, name, 0.0)
-        model = AutoModelForCausalLM.from_pretrained(path, config=model_config, dtype=torch.float32)
+        if sharded:
+            model = sharding.on_meta(model_config)
+        else:
+            model = AutoModelForCausalLM.from_pretrained(path, config=model_config, dtype=torch.float32)
     except (OSError, ValueError) as error:
         raise UserError(f"--model {path}: cannot load it: {error}") from error
     refuse_unsupported(model)
-    model.to(device).train()
+    (model if sharded else model.to(device)).train()
     if config.checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    policy = Policy(model, temperature, config.head_chunk, compute_dtype(config, device))
+    policy = Policy(model, temperature, config.head_chunk, compute_dtype(config, device), device, ranks, sharded)
+    if sharded:
+        sharding.shard(policy, ranks, policy.compute_dtype, config.offload)
+        sharding.load_shards(policy, path, ranks, config.offload)
     check_packed_scores(policy)
+    sharding.settle(policy)  # an optimizer made now must find shards
     return policy
 
 
@@ -456,7 +507,7 @@ def check_packed_scores(policy: Policy) -> None:
     for r in rollouts:
         sequence = torch.tensor([r.prompt_ids + r.completion_ids], device=policy.device)
         with torch.autocast(policy.device.type, policy.compute_dtype, enabled=policy.compute_dtype != torch.float32):
-            logits = policy.model(sequence).logits[0, 4:-1]
+            logits = policy(sequence)[0][4:-1]
         logp = torch.log_softmax(logits.float() / policy.temperature, -1)
         expected.append(logp.gather(-1, sequence[0, 5:, None])[:, 0])
     policy.set_sampling(False)
@@ -473,7 +524,9 @@ def check_packed_scores(policy: Policy) -> None:
 @torch.no_grad()
 def score(policy: nn.Module, batches: Sequence[Batch]) -> list[Tensor]:
     """Log-probabilities (N,) of each micro-batch, without gradient. The policy has no dropout, so train and eval mode agree."""
-    return [policy(batch)[0] for batch in batches]
+    found = [policy(batch)[0] for batch in batches]
+    sharding.settle(policy)
+    return found
 
 
 # ------------------------------------------------------------------------------------------------ optimizer
@@ -507,6 +560,28 @@ def learning_rate(step: int, total: int, config: OptimConfig) -> float:
     return config.lr
 
 
+@torch.no_grad()
+def sum_gradients(policy: Policy, bucket: int = 2**26) -> None:
+    """Whole copies on several ranks: every rank's gradient becomes the sum over ranks, `bucket` numbers at a time, in float32.
+
+    Called once, after the last micro-batch. Sharded policies have reduced theirs during the backward passes.
+    """
+    if policy.sharded or policy.ranks.size == 1:
+        return
+    gradients = [p.grad for p in policy.parameters() if p.grad is not None]
+    while gradients:
+        count, numbers = 0, 0
+        while count < len(gradients) and (count == 0 or numbers + gradients[count].numel() <= bucket):
+            numbers += gradients[count].numel()
+            count += 1
+        part, gradients = gradients[:count], gradients[count:]
+        flat = torch.cat([g.reshape(-1).float() for g in part])
+        with policy.ranks.collective("the sum of gradients"):
+            torch.distributed.all_reduce(flat)
+        for gradient, total in zip(part, flat.split([g.numel() for g in part])):
+            gradient.copy_(total.view_as(gradient))
+
+
 def optimizer_step(policy: nn.Module, optimizer: torch.optim.Optimizer, lr: float, clip_norm: float) -> float:
     """Clip the accumulated gradient once, step, and clear it.
 
@@ -517,12 +592,11 @@ def optimizer_step(policy: nn.Module, optimizer: torch.optim.Optimizer, lr: floa
         FloatingPointError: the gradient is not finite; nothing has been changed.
     """
     parameters = [p for p in policy.parameters() if p.grad is not None]
-    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters])
-    norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+    norm = sharding.whole(torch.nn.utils.get_total_norm([p.grad for p in parameters]))
     if not math.isfinite(norm.item()):
         raise FloatingPointError(f"the gradient norm is {norm.item()}: no optimizer step was taken; the last checkpoint stands")
-    if clip_norm:
-        torch.nn.utils.clip_grads_with_norm_(parameters, clip_norm, norm)
+    if clip_norm and norm > clip_norm:
+        torch._foreach_mul_([p.grad for p in parameters], clip_norm / (norm.item() + 1e-6))
     for group in optimizer.param_groups:
         group["lr"] = lr
     optimizer.step()
@@ -530,11 +604,16 @@ def optimizer_step(policy: nn.Module, optimizer: torch.optim.Optimizer, lr: floa
     return norm.item()
 
 
-def export(policy: Policy, folder: Path, tokenizer: Any, dtype: torch.dtype) -> None:
-    """A folder that transformers and vLLM load: weights in safetensors, config, generation config, tokenizer, chat template."""
+def export(policy: Policy, folder: Path, tokenizer: Any, dtype: torch.dtype, weights: dict[str, Tensor] | None = None) -> None:
+    """A folder that transformers and vLLM load: weights in safetensors, config, generation config, tokenizer, chat template.
+
+    Args:
+        weights: of a sharded policy, gathered by all ranks before one of them calls this.
+    """
     model = policy.model
     converted: dict[int, Tensor] = {}  # by address, so that tied tensors stay one
-    state = {name: converted.setdefault(tensor.data_ptr(), tensor.to(dtype)) for name, tensor in model.state_dict().items()}
+    held = model.state_dict() if weights is None else weights
+    state = {name: converted.setdefault(tensor.data_ptr(), tensor.to(dtype)) for name, tensor in held.items()}
     model.config._attn_implementation_internal, kept = None, model.config._attn_implementation_internal
     try:  # ours is no attention that another program knows
         model.save_pretrained(folder, state_dict=state)

@@ -72,15 +72,18 @@ def after_scoring(run: Any, rows: Rows, batches: list[Batch]) -> Metrics:
     """What advantages and weights owe to log-probabilities: KL in the reward, and completions that engine and trainer score too differently."""
     settings, metrics = run.config.loss, Metrics()
     if settings.kl_in == "reward":
+        kl = np.zeros(len(rows.rollouts))
         for batch in batches:
-            kl = objectives.kl_in_reward(batch.logprobs_old, batch.logprobs_ref, batch.row_ids, len(batch.rows), settings.kl)
-            rows.rewards[batch.rows] -= settings.kl_coef * kl.double().cpu().numpy()
-            metrics.mean("kl_reward", float(kl.sum()), len(kl))
+            kl[batch.rows] = objectives.kl_in_reward(batch.logprobs_old, batch.logprobs_ref, batch.row_ids, len(batch.rows), settings.kl).cpu().numpy()
+        kl = run.ranks.sum(torch.from_numpy(kl)).numpy()  # each rank has scored its own rows
+        rows.rewards -= settings.kl_coef * kl
+        metrics.mean("kl_reward", float(kl.sum()), len(kl))
         rows.advantages = advantages_of(rows.rollouts, rows.rewards, settings, run.task.reward_weights)
     if settings.sequence_error_limit:
         error = np.zeros(len(rows.rollouts))
         for batch in batches:
             error[batch.rows] = objectives.sequence_error(batch.logprobs_old, batch.logprobs_gen, batch.row_ids, len(batch.rows)).cpu().numpy()
+        error = run.ranks.sum(torch.from_numpy(error)).numpy()
         keep, found = objectives.drop_by_sequence_error(error, rows.weights != 0, rows.rewards, settings.sequence_error_limit)
         rows.weights = np.where(keep, rows.weights, 0.0)
         metrics.add(found)
@@ -90,7 +93,7 @@ def after_scoring(run: Any, rows: Rows, batches: list[Batch]) -> Metrics:
 def prepare(run: Any, rows: Rows, batches: list[Batch], weights: Tensor) -> list[tuple[Tensor, loss.StepValues]]:
     """For each micro-batch the advantages of its tokens (N,), and what a setting must know about the whole optimizer step."""
     settings, device = run.config.loss, run.policy.device
-    row_ids = [torch.tensor(batch.rows, device=device)[batch.row_ids] for batch in batches]  # (N,) rows of the step
+    row_ids = [torch.tensor(batch.rows, dtype=torch.int64, device=device)[batch.row_ids] for batch in batches]  # (N,) rows of the step
     of_rows = torch.tensor(rows.advantages, dtype=torch.float32, device=device)  # (R,)
     advantages = [of_rows[ids] for ids in row_ids]
     if settings.kl_in in ("advantage", "return"):
@@ -100,7 +103,7 @@ def prepare(run: Any, rows: Rows, batches: list[Batch], weights: Tensor) -> list
     sizes, ids = [len(values) for values in advantages], torch.cat(row_ids)
     trained = weights[ids] != 0
     if settings.whiten:
-        advantages = list(objectives.whiten(torch.cat(advantages), trained).split(sizes))
+        advantages = list(objectives.whiten(torch.cat(advantages), trained, run.ranks.sum).split(sizes))
     if not settings.needs_step:
         return [(values, loss.StepValues()) for values in advantages]
     now = [(batch.logprobs_old, None) for batch in batches]
@@ -116,7 +119,7 @@ def prepare(run: Any, rows: Rows, batches: list[Batch], weights: Tensor) -> list
         tokens, objective=settings.objective, objective_params=settings.objective_params, clip_low=settings.clip_low, clip_high=settings.clip_high,
         correction=settings.correction, correction_low=settings.correction_low, correction_high=settings.correction_high,
         rejection=settings.rejection, rejection_params=settings.rejection_params, entropy_share=settings.entropy_share,
-        uniform=objectives.keyed_uniform(run.config.seed, run.updates, keys[ids], positions),
+        uniform=objectives.keyed_uniform(run.config.seed, run.updates, keys[ids], positions), sum_over_ranks=run.ranks.sum,
     )  # fmt: skip
     ends = np.cumsum(sizes)
     return [(values, step[end - size : end]) for values, size, end in zip(advantages, sizes, ends)]

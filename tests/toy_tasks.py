@@ -1,6 +1,6 @@
 """Tasks that a tiny random model can learn in a few steps."""
 
-from task import Example, SingleTurn, Task, TaskConfig, user
+from task import Example, SingleTurn, Task, TaskConfig, position, user
 
 
 def digits(config: TaskConfig) -> Task:
@@ -27,6 +27,20 @@ def failing(config: TaskConfig) -> Task:
         raise ConnectionError("the judge is down")
 
     task = digits(config)
+    task.environment = lambda: SingleTurn(reward)
+    return task
+
+
+def failing_now_and_then(config: TaskConfig) -> Task:
+    """Every reward of the second step of five prompts raises."""
+    task = digits(config)
+    second = {task.train[position(task, 0, i)].answer for i in range(5, 10)}
+
+    def reward(completion: str, example: Example) -> float:
+        if example.answer in second:
+            raise ConnectionError("the judge is down")
+        return share_of_digits(completion, example)
+
     task.environment = lambda: SingleTurn(reward)
     return task
 
