@@ -237,7 +237,8 @@ def assistant(content: str) -> Message:
 def arith(config: TaskConfig) -> Task:
     """Sums of two numbers 1..9, shown as short chats. 81 pairs, of which 16 are held out; a pair and its mirror image stay together."""
     numbers = range(1, 10)
-    shots = [(2, 3), (7, 1), (4, 6)][: 2 if config.few_shot is None else config.few_shot]
+    shown = [(2, 3), (8, 4), (7, 9), (5, 1)]  # answers of one digit and of two
+    shots = shown[: len(shown) if config.few_shot is None else config.few_shot]
     prefix = [m for a, b in shots for m in (user(f"{a}+{b}="), assistant(f"{a + b}"))]
     if config.system_prompt is not None:
         prefix = [{"role": "system", "content": config.system_prompt}, *prefix]
@@ -245,7 +246,7 @@ def arith(config: TaskConfig) -> Task:
     def example(a: int, b: int) -> Example:
         return Example([*prefix, user(f"{a}+{b}=")], answer=a + b)
 
-    unordered = [(a, b) for a in numbers for b in numbers if a <= b and (a, b) not in ((2, 3), (1, 7), (4, 6))]
+    unordered = [(a, b) for a in numbers for b in numbers if a <= b and not {(a, b), (b, a)} & set(shown)]
     random.Random(0).shuffle(unordered)  # not the run's seed: the held-out pairs are the same in every run
     held_out: set[tuple[int, int]] = set()
     for a, b in unordered:  # at most one pair of each sum, and never a sum's only one: every sum is still seen in training
