@@ -92,7 +92,7 @@ class Run:
     log: Log
     timer: Timer
     total: int
-    ranks: Ranks
+    ranks: Ranks = field(default_factory=Ranks)
     step: int = 0
     cursor: int = 0  # prompts taken from the global order
     updates: int = 0

@@ -122,15 +122,13 @@ def shards(model: str, folder: Path, ranks: Ranks) -> dict:
     empty = sum(t.to_local().untyped_storage().size() for t in tensors if hasattr(t, "to_local"))
     given = host.give_back()
     restored = all(torch.equal(a, p.full_tensor()) for a, p in zip(before, policy.parameters()))
-    again, _ = policy(batch)
+    (again,) = policies.score(policy, [batch])
     low = policies.load_policy(model, policies.PolicyConfig(dtype="bfloat16"), 1.0, ranks.device, ranks)
-    with torch.no_grad():
-        rounding = (low(batch)[0] - alone(batch)[0]).abs().max().item()
-    norm = torch.nn.utils.get_total_norm([p.grad for p in policy.parameters()])
+    rounding = (policies.score(low, [batch])[0] - policies.score(alone, [batch])[0]).abs().max().item()
     return {
         "local": local, "total": sum(p.numel() for p in alone.parameters()), "same": same, "same_buffers": same_buffers,
         "taken": taken, "given": given, "empty": empty, "restored": restored, "learned": bool((again.sum() - logprobs.sum()).item()),
-        "master_dtypes": sorted({str(p.dtype) for p in low.parameters()}), "rounding": rounding, "norm": sharding.whole(norm).item(),
+        "master_dtypes": sorted({str(p.dtype) for p in low.parameters()}), "rounding": rounding,
     }  # fmt: skip
 
 
