@@ -160,7 +160,7 @@ def restore_random_state(state: dict[str, Any]) -> None:
 
 # ------------------------------------------------------------------------------------------------ a run
 
-COUNTERS = ("step", "cursor", "updates", "empty_steps", "entropy_coef", "entropy_bonus", "retired")  # the state of a run besides weights and optimizer
+COUNTERS = ("step", "cursor", "ahead", "updates", "empty_steps", "entropy_coef", "entropy_bonus", "retired")  # besides weights and optimizer
 
 
 def save_run(run: Any) -> None:

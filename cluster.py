@@ -232,6 +232,7 @@ class Refit:
         assert backend == "gloo"
         self.url, self.timeout, self.source = url, deadlines.refit, policy_source(policy, dtype)
         self.engine = None
+        self.drain, self.keep_kv = False, False  # an asynchronous schedule may ask for either
         if not policy.ranks.is_main:
             return  # it only takes part in gathering shards
         client = HTTPVLLMWeightSyncClient(url, timeout=deadlines.refit)
@@ -260,7 +261,9 @@ class Refit:
             raise EngineError(f"sending weights of version {version} failed: {type(error).__name__}: {error}") from error
 
     def pause(self) -> None:
-        self.call("POST", "pause?mode=keep&clear_cache=true")  # clear_cache: no prompt may be continued from keys of older weights
+        """Stop decoding. Running requests wait, or with `drain` are finished first. The cache is dropped, and running requests are prefilled
+        again afterwards, so that no prompt is continued from keys of older weights; `keep_kv` keeps it (then new requests must be salted)."""
+        self.call("POST", f"pause?mode={'wait' if self.drain else 'keep'}&clear_cache={'false' if self.keep_kv else 'true'}")
 
     def transfer(self) -> None:
         self.engine.send_weights()

@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import tyro
 
@@ -128,6 +128,9 @@ class Config:
         return replace(self.task_config, reward_deadline=self.deadlines.verifier)
 
 
+C = TypeVar("C", bound=Config)
+
+
 def check(config: Config) -> None:
     """Everything that can be known to be wrong before anything is loaded. Raises UserError, naming the flags and the fix."""
     if not config.model:
@@ -159,10 +162,10 @@ def check(config: Config) -> None:
         raise UserError("--resume needs --out, the folder of the run to go on with")
 
 
-def parse(arguments: Sequence[str], description: str) -> Config:
-    """The command line. A preset becomes the default of the loss settings, so that flags beside it win."""
+def parse(arguments: Sequence[str], description: str, kind: type[C] = Config, **loss_defaults: Any) -> C:  # type: ignore[assignment]
+    """The command line as a `kind` of Config. A preset becomes the default of the loss settings, so that flags beside it win."""
     preset = next((b for a, b in zip(arguments, arguments[1:]) if a == "--loss.preset"), "")
     if preset and preset not in PRESETS:
         raise UserError(f"--loss.preset {preset}: give one of {', '.join(PRESETS)}")
-    default = Config(loss=LossConfig(preset=preset, **PRESETS.get(preset, {})))  # type: ignore[arg-type]
-    return tyro.cli(Config, args=list(arguments), default=default, description=description)
+    default = kind(loss=LossConfig(preset=preset, **(loss_defaults | PRESETS.get(preset, {}))))
+    return tyro.cli(kind, args=list(arguments), default=default, description=description)

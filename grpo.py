@@ -27,7 +27,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -95,6 +95,7 @@ class Run:
     ranks: Ranks = field(default_factory=Ranks)
     step: int = 0
     cursor: int = 0  # prompts taken from the global order
+    ahead: list[int] = field(default_factory=list)  # taken beyond the cursor already: only of schedules that train out of order
     updates: int = 0
     empty_steps: int = 0
     retired: list[int] = field(default_factory=list)  # positions of training examples that left the order
@@ -458,8 +459,8 @@ def describe(run: Run, rollout: Rollout) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------------ main
 
 
-def train(run: Run) -> dict[str, float]:
-    """The loop. Returns the last evaluation's accuracy and the first's, nan where there was none."""
+def train(run: Run, step: Callable[[Run], tuple[Metrics, list[list[Rollout]]]] = train_step) -> dict[str, float]:
+    """The loop. Returns the last evaluation's accuracy and the first's, nan where there was none. `step` may follow another schedule."""
     config, begun = run.config, time.time()
     trackers = start_trackers(config.log, dataclasses.asdict(config), run.out, run.plan.device == "cpu", run.ranks.is_main)
     before = after = math.nan
@@ -470,7 +471,7 @@ def train(run: Run) -> dict[str, float]:
         run.log.print(f"before training: held-out accuracy {before:.3f}")
     while run.step < run.total:
         start = time.perf_counter()
-        metrics, groups = train_step(run)
+        metrics, groups = step(run)
         numbers = metrics.result()
         numbers |= loss.derived_metrics(numbers)
         last = run.step == run.total
@@ -505,7 +506,11 @@ def score_only(run: Run) -> dict[str, float]:
 
 
 def main(arguments: Sequence[str]) -> None:
-    config = parse(arguments, __doc__ or "")
+    launch(parse(arguments, __doc__ or ""), train)
+
+
+def launch(config: Config, loop: Callable[[Run], dict[str, float]]) -> None:
+    """From a configuration to the last line that a run prints."""
     check(config)
     if config.dry_run:
         ranks = start_ranks(config.deadlines.collective)
@@ -518,7 +523,7 @@ def main(arguments: Sequence[str]) -> None:
     cluster.set_threads(config.policy.threads)
     run = setup(config)
     try:
-        result = score_only(run) if config.eval_only else train(run)
+        result = score_only(run) if config.eval_only else loop(run)
     finally:
         if run.server is not None:
             run.server.stop()

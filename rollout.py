@@ -225,6 +225,7 @@ class VLLMEngine:
     """vLLM's server over HTTP. `check_alive` raises EngineError, with the engine's last words, when its process is gone."""
 
     retries = 2  # of a request that failed in a way that may pass: connection, time-out, 5xx, 408, 429
+    salted = False  # where the prefix cache outlives an update: a prompt may only continue from blocks of its own weights' version
 
     def __init__(self, url: str, api_key: str, deadline: float, check_alive: Callable[[], None] = lambda: None):
         self.url, self.api_key, self.deadline, self.check_alive = url, api_key, deadline, check_alive
@@ -246,7 +247,7 @@ class VLLMEngine:
     async def generate(self, request: Request) -> list[Completion]:
         import aiohttp
 
-        body = {
+        body: dict[str, Any] = {
             "token_ids": request.prompt_ids,
             "sampling_params": {
                 "n": request.n,
@@ -262,6 +263,8 @@ class VLLMEngine:
         }
         problem = ""
         for attempt in range(self.retries + 1):
+            if self.salted:
+                body["cache_salt"] = f"weights {self.version}"
             try:
                 async with self.session.post(f"{self.url}/inference/v1/generate", json=body) as response:
                     if response.status == 200:
