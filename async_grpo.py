@@ -217,8 +217,8 @@ class Schedule:
         if self.config.cache == "keep_kv":  # for the canary: a completion that attends to keys of older weights is as old as they are
             for r in (r for group in groups for r in group if any(r.sampled)):
                 r.versions = [min(w for w in r.versions if w >= 0) if v >= 0 else v for v in r.versions]
+        metrics.add(self._check_probe(groups))
         with self.training:
-            metrics.add(self._check_probe(groups))
             metrics.add(learn(run, groups))
             with self.changed:
                 self._settle(g.index for g in chosen)
