@@ -35,17 +35,16 @@ from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import numpy as np
 import torch
 
 import grpo
 import loss
 import policy as policies
 from config import Config, parse
-from grpo import Run, launch, learn, make_plan, refit_if_stale, stop_on_mismatch
+from grpo import Run, carries_signal, launch, learn, make_plan, refit_if_stale, retire, stop_on_mismatch
 from log import Metrics
 from rollout import Completion, EngineError, HFEngine, Request, Rollout, Sampler, seed_of
-from task import UserError, position
+from task import UserError, next_position, position
 
 
 @dataclass
@@ -55,7 +54,6 @@ class ScheduleConfig:
     order: Literal["in_order", "ready_first"] = "in_order"  # train the next groups; or any finished ones, within max_staleness (choice needs a smaller lead)
     cache: Literal["recompute", "keep_kv"] = "recompute"  # at an update running requests are prefilled again, or keep the keys of older weights
     drain: bool = False  # finish running requests before an update, instead of updating in flight
-    refill: float = 0.0  # dynamic sampling: groups without signal are replaced, at most so many times P per step; 0: a step trains on fewer
     retries: int = 1  # times a group is sampled again that failed as a whole (its request, environments or rewards)
     on_failure: Literal["replace", "stop"] = "replace"  # what then: the next prompt takes its place, or the run stops with the cause
     max_failures: int = 8  # groups in a row that fail beyond their retries before the run stops in any case
@@ -70,7 +68,7 @@ class AsyncConfig(Config):
 def check_schedule(config: AsyncConfig) -> None:
     """What an asynchronous run cannot be. Raises UserError, naming the flags and the fix."""
     schedule = config.schedule
-    for name in ("max_staleness", "lead", "refill", "retries", "max_failures"):
+    for name in ("max_staleness", "lead", "retries", "max_failures"):
         if getattr(schedule, name) < 0:
             raise UserError(f"--schedule.{name.replace('_', '-')} {getattr(schedule, name)}: must not be negative")
     if schedule.lead > schedule.max_staleness:
@@ -101,6 +99,7 @@ class Group:
     index: int  # in the global order
     born: int  # steps behind the weights the engine held when it was admitted
     version: int  # optimizer steps behind them
+    round: int = 0  # how many groups without signal it replaces, one after the other (--refill)
     rollouts: list[Rollout] = field(default_factory=list)  # empty while in flight
     finished: int = 0  # 1, 2, ...: its place among the finished ones
 
@@ -111,7 +110,7 @@ def choose(groups: Collection[Group], step: int, size: int, bound: int, order: s
     in_order takes the first. ready_first takes what finished first, after those without which a later step would have to exceed the
     bound: `due` groups must be trained within `ahead` more steps, which hold ahead * size of them.
 
-    >>> a, b, c = Group(0, 0, 0), Group(1, 0, 0, ["done"], 1), Group(2, 1, 1, ["done"], 2)
+    >>> a, b, c = Group(0, 0, 0), Group(1, 0, 0, finished=1), Group(2, 1, 1, finished=2)
     >>> choose([a, b, c], 1, 2, bound=2, order="in_order")                          # waits for a
     >>> [g.index for g in choose([a, b, c], 1, 2, bound=2, order="ready_first")]    # a may still be trained by step 2
     [1, 2]
@@ -134,20 +133,15 @@ def choose(groups: Collection[Group], step: int, size: int, bound: int, order: s
 
 
 class SharedHFEngine(HFEngine):
-    """The policy samples itself while nobody trains it: a batch of requests waits for the lock, without stopping its event loop."""
+    """The policy samples itself while nobody trains it."""
 
     def __init__(self, engine: HFEngine, lock: threading.Lock):
         super().__init__(engine.model, engine.tokenizer, engine.set_sampling, engine.max_batch)
         self.version, self.lock = engine.version, lock
 
-    def _run(self) -> None:
-        if not self.lock.acquire(blocking=False):
-            asyncio.get_running_loop().call_later(0.01, self._run)
-            return
-        try:
-            super()._run()
-        finally:
-            self.lock.release()
+    def _sample_all(self, requests: list[Request]) -> list[list[Completion]]:
+        with self.lock:  # in a thread of its own: the event loop goes on
+            return super()._sample_all(requests)
 
 
 # ------------------------------------------------------------------------------------------------ the schedule
@@ -173,12 +167,13 @@ class Schedule:
         self.step = run.step  # whose weights the engine holds
         self.cursor, self.ahead = run.cursor, set(run.ahead)  # all before the cursor are trained or dropped, and those ahead of it
         self.next = run.cursor  # the next to admit
-        self.dropped = run.cursor + len(run.ahead) - run.step * self.size  # ever
-        self.dropped_now = 0  # for want of signal, since the last step
+        self.dropped = run.cursor + len(run.ahead) - run.step * self.size  # ever: without signal, failed, or passed over as retired
+        self.discarded: list[list[Rollout]] = []  # since the last step: its metrics count them, its loss does not
+        self.rounds: list[int] = []  # of the groups that replace them
         self.finished = 0
         self.failures_in_row = 0
         self.idle_since = math.nan  # when the producer last ran out of work
-        self.seen = Metrics()  # of the producer, since the last step
+        self.seen = Metrics()  # what the producer has seen since the last step
         self.error: BaseException | None = None
         self.stopping = False
         self.loop: asyncio.AbstractEventLoop | None = None
@@ -193,7 +188,7 @@ class Schedule:
         self.engine.version = self.run.engine.version
         self.thread.start()
         try:
-            self._wait(lambda: self.loop is not None, "the producer to start")
+            self._wait(lambda: self.loop, "the producer to start")
             self._ask_probe()
         except BaseException:
             self.__exit__()
@@ -212,8 +207,10 @@ class Schedule:
         """One step of grpo.train: what `time/generation` measures is only what training had to wait for."""
         with run.timer("generation"):
             chosen = self._wait(self._chosen, f"{self.size} groups for step {run.step + 1}")
-        groups = [g.rollouts for g in chosen]
-        metrics = self._measure(chosen)
+        metrics, groups = self._measure(chosen), [g.rollouts for g in chosen]
+        with self.changed:
+            groups, self.discarded = sorted([*groups, *self.discarded], key=lambda group: group[0].index), []
+            retire(run, groups)
         if self.config.cache == "keep_kv":  # for the canary: a completion that attends to keys of older weights is as old as they are
             for r in (r for group in groups for r in group if any(r.sampled)):
                 r.versions = [min(w for w in r.versions if w >= 0) if v >= 0 else v for v in r.versions]
@@ -221,6 +218,8 @@ class Schedule:
         with self.training:
             metrics.add(learn(run, groups))
             with self.changed:
+                metrics.add(self.seen)
+                self.seen = Metrics()
                 self._settle(g.index for g in chosen)
                 if self.limit - self.cursor - len(self.ahead) < self.size:  # the epochs are over: fewer prompts are left than a step needs
                     run.total = run.step
@@ -228,7 +227,7 @@ class Schedule:
             if run.step < run.total:
                 self._refit()
         with self.changed:  # only now is there room: what begins from here on has the new weights
-            self.step, self.dropped_now = run.step, 0
+            self.step = run.step
             self._wake_producer()
         self._ask_probe()
         return metrics, groups
@@ -246,7 +245,10 @@ class Schedule:
         self.gate.clear()
 
     def _chosen(self) -> list[Group] | None:
-        return choose(self.table.values(), self.step, self.size, self.config.max_staleness, self.config.order)
+        groups = list(self.table.values())
+        if self.next >= self.limit and len(groups) < self.size and all(g.finished for g in groups):
+            return groups  # so many prompts were retired that the epochs end within this step
+        return choose(groups, self.step, self.size, self.config.max_staleness, self.config.order)
 
     def _wait(self, ready: Any, what: str) -> Any:
         """What `ready()` returns once it is true. Looks at producer and engine while it waits.
@@ -256,7 +258,7 @@ class Schedule:
         """
         finished, give_up = self.finished, time.monotonic() + self.config.deadline
         with self.changed:
-            while not (found := ready()):
+            while (found := ready()) is None:
                 if self.error is not None:
                     raise self.error
                 if not self.thread.is_alive():
@@ -274,9 +276,9 @@ class Schedule:
         return found
 
     def _settle(self, indices: Iterable[int]) -> None:
-        """Groups leave the table, trained or dropped."""
+        """Prompts that are trained, dropped or passed over."""
         for index in indices:
-            del self.table[index]
+            self.table.pop(index, None)
             self.ahead.add(index)
         while self.cursor in self.ahead:
             self.ahead.remove(self.cursor)
@@ -284,8 +286,8 @@ class Schedule:
 
     def _measure(self, chosen: list[Group]) -> Metrics:
         """Ages, lengths and the state of the table, as a step begins."""
+        metrics = Metrics()
         with self.changed:
-            metrics, self.seen = self.seen, Metrics()
             waiting = sum(bool(g.finished) for g in self.table.values()) - len(chosen)
             metrics.mean("schedule/ready", waiting)  # finished groups that this step leaves in the table
             metrics.mean("schedule/in_flight", len(self.table) - waiting - len(chosen))
@@ -343,9 +345,10 @@ class Schedule:
             return metrics
         completions = self._result(self.probe, "the probe")
         rows = [Rollout(0, s, self.probe_prompt, c.ids, [True] * len(c.ids), c.logprobs, c.versions) for s, c in enumerate(completions)]
-        for batch in policies.pack(rows, run.config.policy.micro_batch_tokens):
-            batch = batch.to(run.policy.device)
-            found = loss.mismatch(policies.score(run.policy, [batch])[0], batch.logprobs_gen, batch.versions == run.updates)
+        for batch in (b.to(run.policy.device) for b in policies.pack(rows, run.config.policy.micro_batch_tokens)):
+            with self.training:
+                (logprobs,) = policies.score(run.policy, [batch])
+            found = loss.mismatch(logprobs, batch.logprobs_gen, batch.versions == run.updates)
             metrics.add({f"probe/{name}": entry for name, entry in found.items()})
         stop_on_mismatch(run, metrics.result()["probe/mismatch_k3"])
         return metrics
@@ -393,17 +396,21 @@ class Schedule:
         return await self.engine.generate(request)
 
     def _admit(self) -> list[Group]:
+        """The groups there is room for. Retired prompts are passed over (task.next_position)."""
+        run, admitted = self.run, []
         with self.changed:
-            admitted = []
-            while len(self.table) < self.window and self.next < self.limit and self.next - self.dropped < self.run.total * self.size:
-                if self.next not in self.ahead:
-                    self.table[self.next] = Group(self.next, self.step, self.engine.version)
-                    admitted.append(self.table[self.next])
-                self.next += 1
+            while len(self.table) < self.window and self.next < self.limit and self.next - self.dropped < run.total * self.size:
+                _, after = next_position(run.task, run.config.seed, self.next, frozenset(run.retired))
+                index, passed = after - 1, set(range(self.next, min(after - 1, self.limit))) - self.ahead
+                self.next, self.dropped = after, self.dropped + len(passed)
+                self._settle(passed)
+                if index < self.limit and index not in self.ahead:
+                    self.table[index] = Group(index, self.step, self.engine.version, self.rounds.pop(0) if self.rounds else 0)
+                    admitted.append(self.table[index])
             if admitted and not math.isnan(self.idle_since):
                 self.seen.sum("time/generation_idle", time.perf_counter() - self.idle_since)
                 self.idle_since = math.nan
-            return admitted
+        return admitted
 
     async def _sample(self, group: Group) -> None:
         """Sample a group, with retries; then it waits in the table to be trained, or is dropped."""
@@ -440,28 +447,28 @@ class Schedule:
                 self.failures_in_row = 0
                 for r in rollouts:
                     self.seen.mean("schedule/length_generated", sum(r.sampled))
-            if reason := self._drop_reason(rollouts):
+            if reason := self._drop_reason(group, rollouts):
                 self.seen.sum(f"schedule/dropped_{reason}", 1)
                 self.dropped += 1
-                self.dropped_now += reason == "no_signal"
+                self.discarded.append(rollouts)
+                self.rounds.append(group.round + (reason == "no_signal"))
                 self._settle([group.index])
-                self.wake.set()
             else:
                 group.rollouts, group.finished = rollouts, self.finished
-            if all(g.finished for g in self.table.values()):
+            idle = all(g.finished for g in self.table.values())
+            if self.rounds and (idle or self.config.max_staleness):  # without staleness by whole rounds, as grpo.py
+                self.wake.set()
+            elif idle:
                 self.idle_since = time.perf_counter()
             self.changed.notify_all()
 
-    def _drop_reason(self, rollouts: list[Rollout]) -> str:
+    def _drop_reason(self, group: Group, rollouts: list[Rollout]) -> str:
         """Why the next prompt takes a group's place; "" where it is kept. Never so that the prompts left could not fill this step."""
         if self.limit - self.cursor - len(self.ahead) <= self.size:
             return ""
         if all(r.failure for r in rollouts):
             return "failed"
-        usable = [r for r in rollouts if not r.failure and any(r.sampled)]
-        rewards = np.array([r.reward(self.run.task.reward_weights) for r in usable], dtype=np.float64)
-        constant = self.run.config.loss.no_signal == "drop" and not loss.has_signal(rewards, np.zeros(len(usable))).any()
-        return "no_signal" if constant and self.dropped_now < self.config.refill * self.size else ""
+        return "no_signal" if group.round < self.run.config.refill and not carries_signal(rollouts, self.run.task.reward_weights) else ""
 
 
 # ------------------------------------------------------------------------------------------------ main

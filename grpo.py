@@ -228,9 +228,7 @@ def sample(run: Run) -> list[list[Rollout]]:
             missing = config.prompts_per_step - sum(carries_signal(group, run.task.reward_weights) for group in groups)
             if missing == 0:
                 break
-    for group in groups:
-        if not any(r.failure for r in group) and np.mean([r.reward(run.task.reward_weights) for r in group]) >= config.retire_at:
-            run.retired.append(position(run.task, config.seed, group[0].index))
+    retire(run, groups)
     return groups
 
 
@@ -238,6 +236,13 @@ def generate(run: Run, sampler: Sampler, prompts: Sequence[tuple[int, Example]],
     """The groups of these prompts. Each rank samples its share, then all ranks know all groups."""
     own = prompts[run.ranks.rank :: run.ranks.size]
     return run.ranks.exchange(asyncio.run(sample_groups(sampler, own, samples)))
+
+
+def retire(run: Run, groups: Sequence[Sequence[Rollout]]) -> None:
+    """Solved prompts leave the order."""
+    for group in groups:
+        if not any(r.failure for r in group) and np.mean([r.reward(run.task.reward_weights) for r in group]) >= run.config.retire_at:
+            run.retired.append(position(run.task, run.config.seed, group[0].index))
 
 
 def carries_signal(group: Sequence[Rollout], weights: dict[str, float]) -> bool:

@@ -27,7 +27,7 @@ def sample(seed: int, most: int) -> dict:
                 spans.append({"version": state["version"], "start": position, "end": position})
             spans[-1]["end"] = position + 1
         ids.append(rng.randint(3, 30))  # digits and letters of the tests' tokenizer
-        time.sleep(pace)
+        time.sleep(pace * (20 if seed // 4 % 3 == 0 else 1))  # some groups are slow
     content = [{"logprob": -2.0} for _ in ids]
     return {"token_ids": ids, "finish_reason": "stop", "logprobs": {"content": content}, "weight_versions": spans}
 
