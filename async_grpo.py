@@ -57,7 +57,7 @@ class ScheduleConfig:
     retries: int = 1  # times a group is sampled again that failed as a whole (its request, environments or rewards)
     on_failure: Literal["replace", "stop"] = "replace"  # what then: the next prompt takes its place, or the run stops with the cause
     max_failures: int = 8  # groups in a row that fail beyond their retries before the run stops in any case
-    deadline: float = 3600.0  # seconds without any finished group before the trainer gives up
+    deadline: float = 3600.0  # seconds in which no group succeeds before the trainer gives up
 
 
 @dataclass
@@ -254,7 +254,7 @@ class Schedule:
         """What `ready()` returns once it is true. Looks at producer and engine while it waits.
 
         Raises:
-            EngineError: nothing finished within the deadline, or the engine died. Whatever the producer raised, with its traceback.
+            EngineError: nothing succeeded within the deadline, or the engine died. Whatever the producer raised, with its traceback.
         """
         finished, give_up = self.finished, time.monotonic() + self.config.deadline
         with self.changed:
@@ -267,7 +267,7 @@ class Schedule:
                     finished, give_up = self.finished, time.monotonic() + self.config.deadline
                 if time.monotonic() > give_up:
                     raise EngineError(
-                        f"waiting for {what}: nothing finished within {self.config.deadline:.0f} s (--schedule.deadline);"
+                        f"waiting for {what}: nothing succeeded within {self.config.deadline:.0f} s (--schedule.deadline);"
                         f" {len(self.table)} groups are in the table, {sum(not g.finished for g in self.table.values())} of them in flight"
                     )
                 self.changed.wait(min(1.0, self.config.deadline))
@@ -435,7 +435,6 @@ class Schedule:
 
     def _finish(self, group: Group, rollouts: list[Rollout], error: UserError | EngineError | None) -> None:
         with self.changed:
-            self.finished += 1
             if error is not None:
                 self.failures_in_row += 1
                 if self.config.on_failure == "stop" or self.failures_in_row > self.config.max_failures:
@@ -444,7 +443,7 @@ class Schedule:
                         f" --schedule.max-failures, --schedule.on-failure {self.config.on_failure})"
                     )
             else:
-                self.failures_in_row = 0
+                self.finished, self.failures_in_row = self.finished + 1, 0
                 for r in rollouts:
                     self.seen.mean("schedule/length_generated", sum(r.sampled))
             if reason := self._drop_reason(group, rollouts):
@@ -454,7 +453,7 @@ class Schedule:
                 self.rounds.append(group.round + (reason == "no_signal"))
                 self._settle([group.index])
             else:
-                group.rollouts, group.finished = rollouts, self.finished
+                group.rollouts, group.finished = rollouts, max(1, self.finished)
             idle = all(g.finished for g in self.table.values())
             if self.rounds and (idle or self.config.max_staleness):  # without staleness by whole rounds, as grpo.py
                 self.wake.set()

@@ -53,9 +53,10 @@ def simulate(
     events: list[tuple[float, int, int]] = []  # (time, group, slots that come free; 0: the trainer is done)
     free, now, next_index, finished, step = slots, 0.0, 0, 0, 0
     remaining: dict[int, int] = {}
+    in_training: list[Group] = []
     training_until, training_time, busy, trained_tokens, ages, trained = 0.0, 0.0, 0.0, 0, [], []
     while step < steps:
-        while len(table) < window and (not drop_older or free >= samples and not waiting):
+        while len(table) + len(in_training) < window and (not drop_older or free >= samples and not waiting):
             table[next_index], lengths[next_index] = Group(next_index, step, step), draw()
             waiting.append(next_index)
             next_index += 1
@@ -85,14 +86,14 @@ def simulate(
                 training_time += tokens * per_token
                 for g in chosen:
                     del table[g.index]
+                in_training = chosen
                 heapq.heappush(events, (training_until, -1, 0))
-                # room, and the new weights, come with the end of training: see below
         if not events:
             raise RuntimeError("nothing is left to happen: the schedule has stalled")
         now, index, count = heapq.heappop(events)
         free += count
         if index < 0:
-            step += 1
+            step, in_training = step + 1, []  # room comes with the new weights
         else:
             remaining[index] -= 1
             if remaining[index] == 0 and index in table:
