@@ -27,6 +27,7 @@ import asyncio
 import copy
 import dataclasses
 import math
+import os
 import sys
 import threading
 import time
@@ -43,6 +44,7 @@ import policy as policies
 from config import Config, parse
 from grpo import Run, carries_signal, launch, learn, make_plan, refit_if_stale, retire, stop_on_mismatch
 from log import Metrics
+from ranks import guarded
 from rollout import Completion, EngineError, HFEngine, Request, Rollout, Sampler, seed_of
 from task import UserError, next_position, position
 
@@ -82,7 +84,7 @@ def check_schedule(config: AsyncConfig) -> None:
             f"--schedule.max-staleness {schedule.max_staleness} trains on tokens of older weights, and nothing corrects for it: give --loss.correction"
             " truncate (or mask, sequence_mask, ...), or --loss.anchor gen, or --schedule.max-staleness 0"
         )
-    if make_plan(config).placement == "colocated":
+    if make_plan(config, int(os.environ.get("WORLD_SIZE", "1"))).placement == "colocated":
         raise UserError(
             f"--schedule.max-staleness {schedule.max_staleness} needs generation devices of its own: colocated, vLLM sleeps while the policy trains."
             " Give --cluster.generation-devices, or run grpo.py"
@@ -169,6 +171,7 @@ class Schedule:
         self.next = run.cursor  # the next to admit
         self.dropped = run.cursor + len(run.ahead) - run.step * self.size  # ever: without signal, failed, or passed over as retired
         self.discarded: list[list[Rollout]] = []  # since the last step: its metrics count them, its loss does not
+        self.taken: list[int] = []  # in training
         self.rounds: list[int] = []  # of the groups that replace them
         self.finished = 0
         self.failures_in_row = 0
@@ -186,6 +189,8 @@ class Schedule:
         """The engine gets the present weights first, so that nothing is ever sampled from others."""
         refit_if_stale(self.run)
         self.engine.version = self.run.engine.version
+        if not self.run.ranks.is_main:
+            return self
         self.thread.start()
         try:
             self._wait(lambda: self.loop, "the producer to start")
@@ -196,6 +201,8 @@ class Schedule:
         return self
 
     def __exit__(self, *exc: object) -> None:
+        if not self.run.ranks.is_main:
+            return
         with self.changed:
             self.stopping = True
             self._wake_producer()
@@ -204,42 +211,62 @@ class Schedule:
     # -------------------------------------------------------------------------------------------- the trainer
 
     def train_step(self, run: Run) -> tuple[Metrics, list[list[Rollout]]]:
-        """One step of grpo.train: what `time/generation` measures is only what training had to wait for."""
+        """One step of grpo.train: what `time/generation` measures is only what training had to wait for.
+
+        With several trainer processes the first one keeps the table, and all train on what it chose: they cannot fall out of step.
+        """
+        metrics = Metrics()
         with run.timer("generation"):
-            chosen = self._wait(self._chosen, f"{self.size} groups for step {run.step + 1}")
-        metrics, groups = self._measure(chosen), [g.rollouts for g in chosen]
+            plan = self._plan(metrics) if run.ranks.is_main else None
+            run.ranks.barrier("generation", self.config.deadline + run.config.deadlines.request)
+            plan = run.ranks.gather(plan)[0]
+        assert plan is not None
+        groups, probe, run.total = plan
+        retire(run, groups)
+        with self.training:
+            metrics.add(self._check_probe(probe))
+            metrics.add(learn(run, groups))
+            if run.ranks.is_main:
+                with self.changed:
+                    metrics.add(self.seen)
+                    self.seen = Metrics()
+                    self._settle(self.taken)
+                    self.taken = []
+                    run.cursor, run.ahead = self.cursor, sorted(self.ahead)  # as the next checkpoint will say
+            if run.step < run.total:
+                self._refit()
+        if run.ranks.is_main:
+            with self.changed:  # only now is there room: what begins from here on has the new weights
+                self.step = run.step
+                self._wake_producer()
+            self._ask_probe()
+        return metrics, groups
+
+    def _plan(self, metrics: Metrics) -> tuple[list[list[Rollout]], list[Rollout], int]:
+        """The groups of the next step, what the probe answered where it is needed, and the number of steps the run has."""
+        chosen = self._wait(self._chosen, f"{self.size} groups for step {self.run.step + 1}")
+        metrics.add(self._measure(chosen))
         with self.changed:
-            groups, self.discarded = sorted([*groups, *self.discarded], key=lambda group: group[0].index), []
-            retire(run, groups)
+            self.taken = [g.index for g in chosen]
+            groups, self.discarded = sorted([*(g.rollouts for g in chosen), *self.discarded], key=lambda group: group[0].index), []
+            over = self._left() < self.size  # the epochs are over: fewer prompts are left than a step needs
         if self.config.cache == "keep_kv":  # for the canary: a completion that attends to keys of older weights is as old as they are
             for r in (r for group in groups for r in group if any(r.sampled)):
                 r.versions = [min(w for w in r.versions if w >= 0) if v >= 0 else v for v in r.versions]
-        metrics.add(self._check_probe(groups))
-        with self.training:
-            metrics.add(learn(run, groups))
-            with self.changed:
-                metrics.add(self.seen)
-                self.seen = Metrics()
-                self._settle(g.index for g in chosen)
-                if self.limit - self.cursor - len(self.ahead) < self.size:  # the epochs are over: fewer prompts are left than a step needs
-                    run.total = run.step
-                run.cursor, run.ahead = self.cursor, sorted(self.ahead)  # as the next checkpoint will say
-            if run.step < run.total:
-                self._refit()
-        with self.changed:  # only now is there room: what begins from here on has the new weights
-            self.step = run.step
-            self._wake_producer()
-        self._ask_probe()
-        return metrics, groups
+        return groups, self._probe_answer(groups), self.run.step + 1 if over else self.run.total
+
+    def _left(self) -> int:
+        """Prompts that are neither trained, nor in training, nor dropped."""
+        return self.limit - self.cursor - len(self.ahead) - len(self.taken)
 
     def _refit(self) -> None:
         """Requests wait here from before the engine pauses until their salt can be the new version."""
-        if self.run.refit is not None:
+        if self.run.ranks.is_main:
             self._result(self._ask(self._close_gate()), "the producer")
         refit_if_stale(self.run)
         self.engine.version = self.run.engine.version
-        assert self.loop is not None
-        self.loop.call_soon_threadsafe(self.gate.set)
+        if self.loop is not None:
+            self.loop.call_soon_threadsafe(self.gate.set)
 
     async def _close_gate(self) -> None:
         self.gate.clear()
@@ -327,7 +354,7 @@ class Schedule:
     # -------------------------------------------------------------------------------------------- the canary
 
     def _ask_probe(self) -> None:
-        """A few tokens from the weights just sent, from a prompt long enough to be in the prefix cache; see _check_probe."""
+        """A few tokens from the weights just sent, from a prompt long enough to be in the prefix cache; see _probe_answer."""
         run, sampling = self.run, self.run.config.sampling
         if run.refit is None or run.sent != run.updates:
             return
@@ -337,20 +364,23 @@ class Schedule:
         self.probe = self._ask(self.engine.generate(request))
         self.probe_prompt = list(prompt)
 
-    def _check_probe(self, groups: Sequence[Sequence[Rollout]]) -> Metrics:
-        """Where no trained token comes from the present weights, engine and trainer are compared on the probe instead."""
-        run, metrics = self.run, Metrics()
-        fresh = any(v == run.updates for group in groups for r in group if not r.failure for v in r.versions)
+    def _probe_answer(self, groups: Sequence[Sequence[Rollout]]) -> list[Rollout]:
+        """The probe as rollouts, where it is there or has to be waited for: where no trained token comes from the present weights."""
+        fresh = any(v == self.run.updates for group in groups for r in group if not r.failure for v in r.versions)
         if self.probe is None or fresh and not self.probe.done():
-            return metrics
+            return []
         completions = self._result(self.probe, "the probe")
-        rows = [Rollout(0, s, self.probe_prompt, c.ids, [True] * len(c.ids), c.logprobs, c.versions) for s, c in enumerate(completions)]
+        return [Rollout(0, s, self.probe_prompt, c.ids, [True] * len(c.ids), c.logprobs, c.versions) for s, c in enumerate(completions)]
+
+    def _check_probe(self, rows: list[Rollout]) -> Metrics:
+        """Engine and trainer have to agree about the probe. (All ranks score it: a sharded forward is a collective.)"""
+        run, metrics = self.run, Metrics()
         for batch in (b.to(run.policy.device) for b in policies.pack(rows, run.config.policy.micro_batch_tokens)):
-            with self.training:
-                (logprobs,) = policies.score(run.policy, [batch])
+            (logprobs,) = policies.score(run.policy, [batch])
             found = loss.mismatch(logprobs, batch.logprobs_gen, batch.versions == run.updates)
             metrics.add({f"probe/{name}": entry for name, entry in found.items()})
-        stop_on_mismatch(run, metrics.result()["probe/mismatch_k3"])
+        if rows:
+            stop_on_mismatch(run, metrics.result()["probe/mismatch_k3"])
         return metrics
 
     # -------------------------------------------------------------------------------------------- the producer
@@ -463,7 +493,7 @@ class Schedule:
 
     def _drop_reason(self, group: Group, rollouts: list[Rollout]) -> str:
         """Why the next prompt takes a group's place; "" where it is kept. Never so that the prompts left could not fill this step."""
-        if self.limit - self.cursor - len(self.ahead) <= self.size:
+        if self._left() <= self.size:
             return ""
         if all(r.failure for r in rollouts):
             return "failed"
@@ -493,7 +523,4 @@ def main(arguments: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except (UserError, EngineError) as error:
-        sys.exit(f"error: {error}")
+    guarded(main, sys.argv[1:])

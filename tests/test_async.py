@@ -7,6 +7,7 @@ import json
 import os
 import random
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -200,7 +201,7 @@ def test_a_schedule_that_cannot_be_right_is_refused_with_the_flag_to_set(model, 
 
 
 def test_colocated_generation_cannot_be_asynchronous(model, tmp_path, monkeypatch):
-    monkeypatch.setattr(async_grpo, "make_plan", lambda config: cluster.Plan("vllm", "cuda", "colocated", "ipc"))
+    monkeypatch.setattr(async_grpo, "make_plan", lambda config, processes: cluster.Plan("vllm", "cuda", "colocated", "ipc"))
     with pytest.raises(UserError, match="colocated"):
         run(model, tmp_path / "a")
 
@@ -560,3 +561,19 @@ def test_a_slow_environment_does_not_hold_up_the_others(model, tmp_path):
     with within(60):
         rows = run(model, tmp_path / "a", "--eval.every", "0", "--schedule.max-staleness", "2", **toy("slow_first"), steps=5)
     assert len(rows) == 5 and torch.isfinite(torch.tensor([r["loss"] for r in rows])).all()
+
+
+# ------------------------------------------------------------------------------------------------ several trainer processes
+
+
+def test_two_trainer_processes_train_what_one_trains(model, tmp_path):
+    alone = run(model, tmp_path / "one", "--schedule.max-staleness", "0")
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(cluster.free_port()), "async_grpo.py"]
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")} | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE)}
+    arguments = flags(model, tmp_path / "two", "--schedule.max-staleness", "0")
+    done = subprocess.run([*command, *arguments], cwd=HERE.parent, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    rows = read_lines(tmp_path / "two" / "metrics.jsonl")
+    for name in ("reward", "grad_norm", "trained_tokens"):
+        assert [r[name] for r in rows[1:]] == pytest.approx([r[name] for r in alone[1:]], rel=1e-3), name
+    assert trained(tmp_path / "one") == trained(tmp_path / "two")
