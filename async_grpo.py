@@ -122,15 +122,15 @@ def choose(groups: Collection[Group], step: int, size: int, bound: int, order: s
         chosen = sorted(groups, key=lambda g: g.index)[:size]
         return chosen if len(chosen) == size and all(g.finished for g in chosen) else None
     ready = sorted((g for g in groups if g.finished), key=lambda g: g.finished)
-    chosen = []
+    picked: dict[Group, None] = {}  # in order
     for ahead in range(bound + 1):
         due = {g for g in groups if g.born + bound <= step + ahead}
-        needed = len(due) - ahead * size - len(due & set(chosen))
-        fit = [g for g in ready if g in due and g not in chosen]
+        needed = len(due) - ahead * size - sum(g in due for g in picked)
+        fit = [g for g in ready if g in due and g not in picked]
         if len(fit) < needed:
             return None
-        chosen += fit[: max(0, needed)]
-    chosen += [g for g in ready if g not in chosen][: size - len(chosen)]
+        picked |= dict.fromkeys(fit[: max(0, needed)])
+    chosen = [*picked, *[g for g in ready if g not in picked][: size - len(picked)]]
     return sorted(chosen, key=lambda g: g.index) if len(chosen) == size else None
 
 

@@ -54,6 +54,7 @@ def simulate(
     free, now, next_index, finished, step = slots, 0.0, 0, 0, 0
     remaining: dict[int, int] = {}
     in_training: list[Group] = []
+    news = False  # whether anything has happened that could let a step begin
     training_until, training_time, busy, trained_tokens, ages, trained = 0.0, 0.0, 0.0, 0, [], []
     while step < steps:
         while len(table) + len(in_training) < window and (not drop_older or free >= samples and not waiting):
@@ -69,7 +70,8 @@ def simulate(
             for length in lengths[index]:
                 heapq.heappush(events, (now + length, index, 1))
                 busy += length
-        if now >= training_until:
+        if now >= training_until and news:
+            news = False
             if drop_older:
                 for g in [g for g in table.values() if g.finished and step - g.born > bound]:
                     del table[g.index]
@@ -93,12 +95,12 @@ def simulate(
         now, index, count = heapq.heappop(events)
         free += count
         if index < 0:
-            step, in_training = step + 1, []  # room comes with the new weights
+            step, in_training, news = step + 1, [], True  # room comes with the new weights
         else:
             remaining[index] -= 1
             if remaining[index] == 0 and index in table:
                 finished += 1
-                table[index].finished = finished
+                table[index].finished, news = finished, True
     early = [i for part in trained[: steps // 2] for i in part]
     reached = max(early) + 1
     bias = np.mean([lengths[i].mean() for i in early]) / np.mean([lengths[i].mean() for i in range(reached)])

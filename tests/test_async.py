@@ -107,7 +107,7 @@ class HTTPRefit(cluster.Refit):
     """The control calls of a refit against the fake server; the weights themselves are one more call."""
 
     def __init__(self, url, timeout=5.0):
-        self.url, self.timeout, self.drain, self.keep_kv = url, timeout, False, False
+        self.url, self.timeout, self.drain, self.keep_kv, self.engine = url, timeout, False, False, "unused"
 
     def transfer(self):
         self.call("POST", "transfer")
