@@ -553,8 +553,8 @@ def test_an_engine_that_is_killed_ends_the_run_with_its_exit_code(model, tmp_pat
 def test_an_engine_that_is_stopped_is_given_up_at_its_deadline(model, tmp_path, served, monkeypatch):
     server = served(pace=0.02, request=2.0, refit=2.0)
     kill_at_the_third_step(monkeypatch, server, signal.SIGSTOP)
-    with within(40), pytest.raises(EngineError, match="--deadlines"):
-        run(model, tmp_path / "a", *ANY, "--eval.every", "0", "--schedule.max-failures", "3", steps=20)
+    with within(40), pytest.raises(EngineError, match="--deadlines|--schedule.deadline"):
+        run(model, tmp_path / "a", *ANY, "--eval.every", "0", "--schedule.retries", "0", "--schedule.deadline", "8", steps=20)
 
 
 def test_a_slow_environment_does_not_hold_up_the_others(model, tmp_path):
