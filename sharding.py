@@ -183,6 +183,8 @@ class WholeCopy:
 
     Called like cluster.Refit, once before each generation phase whose weights are new; a collective."""
 
+    asleep = False
+
     def __init__(self, policy: Any, device: torch.device):
         from transformers import AutoModelForCausalLM
 
@@ -195,6 +197,9 @@ class WholeCopy:
         mine = dict(self.model.named_parameters())
         for name, tensor in whole_parameters(self.policy.model, torch.float32):
             mine[name].copy_(tensor)
+
+    def rest(self) -> None:
+        """Training begins: a copy has nothing to give up."""
 
 
 # ------------------------------------------------------------------------------------------------ out of the way
