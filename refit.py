@@ -315,10 +315,6 @@ class Refit:
         self, urls: str | Sequence[str], policy: Policy, dtype: torch.dtype, backend: str, deadlines: DeadlineConfig,
         buffer_gb: float = 1.0, rank: int = 0, barrier: Callable[[str], None] = lambda phase: None, checkpoint: str = "",
     ):  # fmt: skip
-        from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
-
-        import gloo_transfer  # noqa: F401, registers the backend
-
         urls = [urls] if isinstance(urls, str) else list(urls)
         if backend == "ipc" and any(urlsplit(url).hostname not in LOOPBACK for url in urls):
             raise UserError(f"weights by CUDA IPC to {', '.join(urls)}: the server unpickles what it is sent, so it must be bound to 127.0.0.1")
@@ -330,10 +326,17 @@ class Refit:
         if stored is not None:
             ignored = list(getattr(policy.model, "_keys_to_ignore_on_load_unexpected", None) or [])
             check_names(set(self.weights.shapes()), stored, getattr(policy.model, "all_tied_weights_keys", {}), ignored)
-        info = trainer_info(backend, rank, self.client, self.weights, deadlines.refit) if rank == 0 or backend == "ipc" else None
-        self.engine = None
-        if info is not None:  # of a sharded policy the other ranks only join the gathers
-            self.engine = self.within("joining the engines", lambda: WeightTransferTrainerFactory.trainer_init(info, client=self.client, source=self.weights))
+        # of a sharded policy the other ranks only join the gathers; by ipc every rank has a part to send
+        self.engine = self.join(backend) if rank == 0 or backend == "ipc" else None
+
+    def join(self, backend: str) -> Any:
+        """vLLM's trainer-side engine, which has met the workers."""
+        from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
+
+        import gloo_transfer  # noqa: F401, registers the backend
+
+        info = trainer_info(backend, self.rank, self.client, self.weights, self.timeout)
+        return self.within("joining the engines", lambda: WeightTransferTrainerFactory.trainer_init(info, client=self.client, source=self.weights))
 
     def __call__(self, version: int) -> None:
         """Give the engines the policy's present weights, called `version` from now on.
