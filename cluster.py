@@ -14,6 +14,7 @@ import importlib.util
 import os
 import re
 import secrets
+import shlex
 import signal
 import socket
 import subprocess
@@ -48,7 +49,7 @@ class EngineConfig:
     block_size: int = 0  # tokens per cache block; 0: 32 on CPU (its default of 128 shares no shorter prompt), vLLM's own on CUDA
     tensor_parallel: int = 1  # GPUs per engine
     hf_batch: int = 64  # sequences sampled at once where the policy samples itself (--engine hf)
-    extra: tuple[str, ...] = ()  # further arguments for vLLM's server, for example --engine.extra --max-num-batched-tokens 4096
+    extra: str = ""  # further arguments for vLLM's server, in one word: --engine.extra="--max-num-batched-tokens 4096"
 
 
 @dataclass
@@ -290,7 +291,7 @@ def engine_command(
         command += ["--gpu-memory-utilization", str(config.gpu_memory_utilization)]
     command += ["--enable-sleep-mode"] if plan.placement == "colocated" else []
     command += ["--quantization", config.quantization] if config.quantization else []
-    return [*command, *config.extra]
+    return [*command, *shlex.split(config.extra)]
 
 
 class Server:

@@ -184,6 +184,11 @@ def test_each_placement_starts_its_engine_with_the_flags_it_needs():
     assert "worker-extension" not in colocated and "worker-extension" not in apart
 
 
+def test_further_arguments_for_the_server_are_passed_on():
+    config = parse(["--model", "m", "--engine.extra=--max-num-batched-tokens 4096 --seed 3"], "").engine_config
+    assert engine_command("m", 1, plan(0, 1), config, 64, "float32", "x")[-4:] == ["--max-num-batched-tokens", "4096", "--seed", "3"]
+
+
 def test_the_api_key_is_no_setting_so_it_is_written_nowhere():
     assert not [name for name in (*vars(ClusterConfig()), *vars(EngineConfig())) if "key" in name]
 
