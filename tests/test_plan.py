@@ -61,7 +61,12 @@ def test_a_reward_model_on_a_node_of_its_own_is_not_subtracted():
 def test_3_nodes_train_and_a_fourth_generates_by_url():
     made = plan(8, 8, nodes=3, engine_urls=("http://10.0.0.4:8000",))
     assert (made.placement, made.backend, made.nodes, made.processes, made.engines) == ("external", "nccl", 3, 8, ())
-    assert [row for row in made.rows()] == [("0", "0-7", "train"), ("1", "0-7", "train"), ("2", "0-7", "train"), ("-", "http://10.0.0.4:8000", "generate (vLLM)")]
+    assert [row for row in made.rows()] == [
+        ("0", "0-7", "train"),
+        ("1", "0-7", "train"),
+        ("2", "0-7", "train"),
+        ("-", "http://10.0.0.4:8000", "generate (vLLM)"),
+    ]
 
 
 def test_the_table_lists_every_node():
@@ -195,6 +200,8 @@ def test_the_api_key_is_no_setting_so_it_is_written_nowhere():
 
 def test_dry_run_prints_the_plan(tmp_path):
     command = [sys.executable, "grpo.py", "--dry-run", "--model", "Qwen/Qwen2.5-1.5B", "--task", "arith", "--engine", "hf"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, env={"PATH": "/usr/bin:/bin", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"})
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=120, env={"PATH": "/usr/bin:/bin", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith("node  device  role\n   0  cpu     train, generate (the policy itself)\nweights: the policy samples itself, nothing to send\n")

@@ -57,7 +57,16 @@ def test_an_engine_is_served_until_it_is_told_to_end_and_leaves_nothing(serve):
     start, alive = serve
     process, port = start(VLLM_API_KEY="a-secret-key")
     command = process.stdout.readline()
-    for flag in ("--enable-scale-out", "processed_logprobs", "--weight-transfer-config", "gloo_transfer.WorkerExtension", "some/model", "99", "--seed", "float32"):
+    for flag in (
+        "--enable-scale-out",
+        "processed_logprobs",
+        "--weight-transfer-config",
+        "gloo_transfer.WorkerExtension",
+        "some/model",
+        "99",
+        "--seed",
+        "float32",
+    ):
         assert flag in command
     ready = process.stdout.readline()
     assert f"--cluster.engine-urls http://127.0.0.1:{port}" in ready

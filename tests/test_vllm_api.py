@@ -143,7 +143,13 @@ def test_the_control_routes_we_call_exist_with_their_parameters():
     assert {"mode", "clear_cache"} <= rl["post", "/pause"]
     assert "new_version" in rl["post", "/update_weight_version"]
     assert "init_info" in rl["post", "/init_weight_transfer_engine"] and "update_info" in rl["post", "/update_weights"]
-    assert {("post", "/resume"), ("post", "/start_weight_update"), ("post", "/finish_weight_update"), ("get", "/weight_info"), ("get", "/get_world_size")} <= rl.keys()
+    assert {
+        ("post", "/resume"),
+        ("post", "/start_weight_update"),
+        ("post", "/finish_weight_update"),
+        ("get", "/weight_info"),
+        ("get", "/get_world_size"),
+    } <= rl.keys()
     sleep = routes("entrypoints/serve/dev/sleep/api_router.py")
     assert {"level", "mode"} <= sleep["post", "/sleep"] and ("post", "/wake_up") in sleep
     assert "config_format" in routes("entrypoints/serve/dev/server_info/api_router.py")["get", "/server_info"]
