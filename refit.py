@@ -27,7 +27,7 @@ import torch
 
 from policy import Policy
 from rollout import DeadlineConfig, EngineError
-from sharding import whole
+from sharding import refuse_mixture, whole
 from task import UserError
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -197,6 +197,7 @@ class Weights:
 
     @torch.no_grad()
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        refuse_mixture(self.policy.model)
         for bucket in self.buckets():  # the shard is cast before it is gathered: half the traffic
             gathered = {name: whole(p.detach().to(device=self.device, dtype=self.dtype)) for name, p in bucket}
             yield from self.convert(gathered).items()

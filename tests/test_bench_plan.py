@@ -6,10 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import policy as policies
 import pytest
 import tiny
 import torch
+
+import policy as policies
 from bench.gpu import BenchConfig, make_policy, measure, parity, random_qwen2, sample
 from bench.plan import SHAPES, Machine, Shape, engine_bytes, plan, refit_seconds, shape_of, training_bytes, training_flops
 

@@ -53,7 +53,7 @@ def two(tmp_path_factory):
 
 def refit_of(two):
     model, policy, engines = two
-    return engines.refit(policy, torch.float32, ClusterConfig(), model)
+    return engines.refit(policy, policies.make_optimizer(policy, policies.OptimConfig()), torch.float32, ClusterConfig(), model)
 
 
 def test_both_engines_agree_with_the_trainer_after_one_refit(two):

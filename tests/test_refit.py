@@ -15,9 +15,11 @@ from safetensors.torch import load_file, save_file
 import cluster
 import grpo
 from log import Timer
-from policy import Policy
+from policy import OptimConfig, Policy, make_optimizer
+from ranks import Ranks
 from refit import ColocatedRefit, EngineClient, Refit, SleepState, Weights, at_once, check_names, checkpoint_names, first_sleep, free_port, stored_differently
 from rollout import DeadlineConfig, EngineError
+from sharding import training_tensors
 from task import UserError
 
 
@@ -174,7 +176,8 @@ def test_memory_changes_hands_in_the_one_order_that_works(colocated):
 
 def test_five_steps_with_evaluation_between_make_no_illegal_call(colocated):
     engine, refit, _ = colocated
-    run = SimpleNamespace(sent=-1, updates=0, refit=refit, timer=Timer(), engine=SimpleNamespace(version=0))
+    config = SimpleNamespace(deadlines=DeadlineConfig())
+    run = SimpleNamespace(sent=-1, updates=0, refit=refit, timer=Timer(), engine=SimpleNamespace(version=0), ranks=Ranks(), config=config)
     for step in range(5):
         grpo.refit_if_stale(run)
         engine.generate("training prompt")
@@ -232,6 +235,24 @@ def test_the_first_sleep_must_free_the_engines_memory():
 def test_handles_are_sent_to_loopback_only(policy, url):
     with pytest.raises(UserError, match="must be bound to 127.0.0.1"):
         FakeRefit(url, policy, torch.float32, "ipc", DeadlineConfig())
+
+
+def test_what_left_the_devices_comes_back_bit_for_bit():
+    policy, reference = Policy(tiny.llama(hidden=8)), Policy(tiny.llama(hidden=8))
+    optimizer = make_optimizer(policy, OptimConfig())
+    for p in policy.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    before = [t.clone() for t in training_tensors(policy, optimizer)]
+    move = cluster.memory_of(policy, optimizer, reference)
+    with FakeVLLM(asleep=True) as engine:
+        refit = FakeColocated(engine.url, policy, torch.float32, "ipc", DeadlineConfig(refit=10.0), offload=move)
+        refit(1)  # reads the policy after the optimizer's state has left
+        tensors = training_tensors(policy, optimizer)
+        assert all(t.untyped_storage().size() == 0 for t in [*tensors, *reference.parameters()])
+        refit.rest()
+    assert all(torch.equal(a, b) for a, b in zip(before, tensors, strict=True))
+    assert all(p.untyped_storage().size() for p in reference.parameters())
 
 
 # ------------------------------------------------------------------------------------------------ names and tensors

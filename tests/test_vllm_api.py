@@ -11,9 +11,6 @@ import torch
 
 vllm = pytest.importorskip("vllm")
 
-import gloo_transfer  # noqa: E402
-from policy import Policy  # noqa: E402
-from refit import EngineClient, Weights, trainer_info  # noqa: E402
 from vllm.distributed.weight_transfer import (  # noqa: E402
     HTTPVLLMWeightSyncClient,
     ParamMeta,
@@ -36,6 +33,10 @@ from vllm.distributed.weight_transfer.nccl_engine import (  # noqa: E402
     NCCLWeightTransferEngine,
     NCCLWeightTransferInitInfo,
 )
+
+import gloo_transfer  # noqa: E402
+from policy import Policy  # noqa: E402
+from refit import EngineClient, Weights, trainer_info  # noqa: E402
 
 FOLDER = Path(vllm.__file__).parent
 
@@ -163,10 +164,11 @@ def test_sleep_and_wake_use_the_tags_and_words_we_send():
 
 
 def test_the_server_knows_every_flag_it_is_started_with():
-    from cluster import ClusterConfig, EngineConfig, engine_command, make_plan
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    from cluster import ClusterConfig, EngineConfig, engine_command, make_plan
 
     parser = make_arg_parser(FlexibleArgumentParser())
     for made in (make_plan("vllm", 8, 8, True), make_plan("vllm", 8, 6, True, ClusterConfig(generation_devices=2)), make_plan("vllm", 0, 1, True)):
