@@ -15,7 +15,7 @@ import tyro
 import loss
 import objectives
 from checkpoint import CheckpointConfig
-from cluster import EngineConfig
+from cluster import ClusterConfig, EngineConfig, check_correction
 from log import LogConfig
 from policy import OptimConfig, PolicyConfig
 from rollout import DeadlineConfig, SamplingConfig
@@ -117,6 +117,7 @@ class Config:
     optim: OptimConfig = field(default_factory=OptimConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     engine_config: Annotated[EngineConfig, tyro.conf.arg(name="engine")] = field(default_factory=EngineConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
@@ -141,6 +142,7 @@ def check(config: Config) -> None:
         raise UserError(f"--updates-per-batch {config.updates_per_batch} exceeds --prompts-per-step {config.prompts_per_step}: a group is never split")
     if config.engine_config.max_num_seqs < config.samples_per_prompt:
         raise UserError("--engine.max-num-seqs must be at least --samples-per-prompt: vLLM refuses larger groups")
+    check_correction(config.engine_config, config.loss.correction)
     if config.sampling.temperature <= 0:
         raise UserError(f"--sampling.temperature {config.sampling.temperature}: training samples need a temperature above 0 (--eval.temperature 0 is greedy)")
     if config.sampling.max_completion_tokens < 1 or config.sampling.max_prompt_tokens < 1:

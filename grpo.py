@@ -88,7 +88,7 @@ class Run:
     optimizer: torch.optim.Optimizer
     engine: Any
     refit: cluster.Refit | sharding.WholeCopy | None
-    server: cluster.Server | None
+    server: cluster.Engines | None  # None where the policy samples itself
     log: Log
     timer: Timer
     total: int
@@ -140,20 +140,21 @@ def setup(config: Config) -> Run:
     log = Log(out, config.log, ranks.is_main, keep_until=json.loads((resumed / "state.json").read_text())["step"] if resumed else None)
     if ranks.is_main:
         (out / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=1))
-    log.print(f"{config.task}: {len(examples)} training prompts, {len(task.eval)} held out, {renderer.format} prompts; {plan.table()}")
+    log.print(f"{config.task}: {len(examples)} training prompts, {len(task.eval)} held out, {renderer.format} prompts")
+    log.print(plan.table())
     for reason, count in task.dropped.items():
         log.print(f"dropped {count}: {reason}")
     log.print(f"{total} steps of {config.prompts_per_step} x {config.samples_per_prompt} samples; writing to {out}")
 
     dtype = policies.compute_dtype(config.policy, ranks.device)
     wire = dtype if config.engine_config.dtype == "auto" else getattr(torch, config.engine_config.dtype)
-    server, address = None, None
+    server = None
     try:
         source = str(resumed / "model") if resumed else config.model
-        if plan.engine == "vllm" and ranks.is_main:
+        if plan.engine == "vllm":  # before anything is put on a device
             length = config.sampling.max_prompt_tokens + config.sampling.max_completion_tokens
-            server, key = cluster.start_vllm(config.model, plan, config.engine_config, str(wire).removeprefix("torch."), length, out / "engine.log")
-            address = server.url, key
+            name = str(wire).removeprefix("torch.")
+            server = cluster.start_engines(config.model, plan, config.engine_config, name, length, out, config.deadlines, ranks)
         policy = policies.load_policy(source, config.policy, config.sampling.temperature, ranks.device, ranks)
         reference = None
         if config.loss.kl_coef:  # always the model the run began with, also on resume
@@ -161,13 +162,10 @@ def setup(config: Config) -> Run:
         optimizer = policies.make_optimizer(policy, config.optim)
         refit, engine = None, None
         if server is not None:
-            log.print(f"policy loaded; waiting for vLLM (log: {out / 'engine.log'})")
-            server.wait_until_healthy(config.deadlines.engine_start)
-        if plan.engine == "vllm":
+            log.print(f"policy loaded; waiting for vLLM (log: {out}/engine*.log)")
+            server.wait_until_healthy()
             ranks.barrier("engine start", config.deadlines.engine_start)
-            url, key = ranks.gather(address)[0]  # every rank talks to the server that the first one keeps
-            engine = VLLMEngine(url, key, config.deadlines.request, server.check_alive if server else lambda: None)
-            refit = cluster.Refit(url, policy, wire, plan.backend, config.deadlines)
+            engine, refit = server.sampler(), server.refit(policy, optimizer, wire, config.cluster, config.model, reference)
         elif policy.sharded:
             log.print("--engine hf on a sharded policy: each rank samples from a whole float32 copy, gathered once per update; for small models")
             refit = sharding.WholeCopy(policy, ranks.device)
@@ -186,7 +184,8 @@ def setup(config: Config) -> Run:
 
 
 def make_plan(config: Config, processes: int) -> Plan:
-    return cluster.make_plan(config.engine, torch.cuda.device_count(), processes, cluster.vllm_installed())
+    there = (torch.cuda.device_count(), processes, cluster.vllm_installed())
+    return cluster.make_plan(config.engine, *there, config.cluster, config.engine_config, os.environ)
 
 
 def load_tokenizer(model: str) -> tuple[Any, Any]:
@@ -208,7 +207,7 @@ def load_tokenizer(model: str) -> tuple[Any, Any]:
 
 def refit_if_stale(run: Run) -> None:
     """Give the engine the present weights, unless it has them. Called before sampling only, so a last update is not sent for nothing."""
-    if run.sent != run.updates:
+    if run.sent != run.updates or (run.refit is not None and run.refit.asleep):  # a sleeping engine has dropped its weights
         with run.timer("refit"):
             if run.refit is not None:
                 run.ranks.current = "refit"
@@ -384,6 +383,8 @@ def stop_on_mismatch(run: Run, k3: float) -> None:
 
 def learn(run: Run, groups: Sequence[Sequence[Rollout]]) -> Metrics:
     """Steps (3) to (6): what a batch of finished groups teaches. Any schedule may have sampled them."""
+    if run.refit is not None:
+        run.refit.rest()  # where engine and policy share devices, the memory changes hands
     metrics = rollout_metrics(groups, run.task.reward_weights)
     rows, found = make_rows(groups, run.config.loss, run.task.reward_weights, run.config.sampling.max_completion_tokens)
     metrics.add(found)
