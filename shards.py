@@ -204,7 +204,7 @@ def _writer(model: Any, weights: dict[str, Any], moments: dict[str, Any], dtype:
 
 def clean(name: str) -> str:
     """A parameter's name without what wrappers put into it."""
-    return re.sub(r"(^|\.)(module|_orig_mod|_checkpoint_wrapped_module)\.", r"\1", name)
+    return re.sub(r"(?<![^.])(module|_orig_mod|_checkpoint_wrapped_module)\.", "", name)
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[Any, str], folder: Path, without: Sequence[str] = ()) -> None:
