@@ -91,6 +91,7 @@ class CheckpointConfig:
 
 # ------------------------------------------------------------------------------------------------ one checkpoint, whole or absent
 
+
 def save(root: Path, step: int, work: Iterable[Work], after: Callable[[], None] = lambda: None, deadline: float = 1800.0) -> None:
     """Write step_<step> here and now, on all ranks: begin, then finish. Arguments as in `finish`."""
     failure = None
@@ -373,8 +374,9 @@ def find(config: Any, out: Path) -> Path | None:
 
 
 # with another value of one of these a run could not go on: other weights, other prompts, or another place in their order
-REFUSED = {"model", "task", "seed", "prompts-per-step", "samples-per-prompt", "sampling.max-prompt-tokens"} | {
-    f"task.{name}" for name in ("data", "split", "eval-data", "eval-size", "prompt-column", "answer-column", "prompt-format", "system-prompt", "few-shot", "weights")
+REFUSED = {
+    "model", "task", "seed", "prompts-per-step", "samples-per-prompt", "sampling.max-prompt-tokens", "task.data", "task.split", "task.eval-data",
+    "task.eval-size", "task.prompt-column", "task.answer-column", "task.prompt-format", "task.system-prompt", "task.few-shot", "task.weights",
 }  # fmt: skip
 
 
@@ -454,6 +456,8 @@ class Saver:
     step that takes longer than --checkpoint.grace is given up: exit code 128 + signal, and the previous checkpoint stands.
     """
 
+    last_resort = 5.0  # seconds for the main thread to end the orderly way, after the grace
+
     def __init__(self, run: Any):
         self.run, self.config, self.root = run, run.config.checkpoint, run.out / "checkpoints"
         self.beside: dict[str, bytes] = {}
@@ -494,8 +498,8 @@ class Saver:
             stands = f"the checkpoint of step {self.saved} stands" if self.saved >= 0 else "no step had been saved"
             print(f"{signal.Signals(self.told).name}: the step did not end within --checkpoint.grace {self.config.grace:g} s; {stands}", flush=True)
             os.kill(os.getpid(), signal.SIGALRM)  # ends the main thread the orderly way, if it still runs Python
-            time.sleep(5)
-            os._exit(128 + self.told)
+            if not self.patience.wait(self.last_resort):
+                os._exit(128 + self.told)
 
     def give_up(self, number: int, frame: Any) -> None:
         raise SystemExit(128 + self.told)
@@ -543,6 +547,8 @@ class Saver:
         """A checkpoint of the run as it is now. At most one is under way: the next waits for the one before."""
         self.wait()
         run, begun, deadline = self.run, time.monotonic(), self.run.config.deadlines.collective
+        if self.config.metric and self.config.metric_key not in numbers:
+            run.log.print(f"--checkpoint.metric {self.config.metric} was not measured at step {run.step}: this checkpoint ranks last")
         if rank() == 0 and not self.beside:
             self.beside = side_files(run.policy.model, run.tokenizer, run.policy.compute_dtype)
         with run.timer("checkpoint"):

@@ -2,10 +2,10 @@
 
     python bench/crash.py                  # 100 kills; about 5 minutes on 2 cores
     python bench/crash.py --kills 8        # the short form, as in the test suite
-    python bench/crash.py --asynchronous   # with saving in the background
 
 A tiny random model trains on a toy task (--engine hf). Each attempt is a fork of this process, which has imported everything, and is
-killed with SIGKILL: half of them at a random time, half at a random file operation of a save. The last line of output is JSON:
+killed with SIGKILL: half of them at a random time, half at a random file operation of a save. Half of the attempts save in the
+background. The last line of output is JSON:
 
     kills         processes killed
     in_saving     of them, while a checkpoint was being written, committed or pruned
@@ -130,13 +130,13 @@ def differences(whole: Path, other: Path, steps: int) -> list[str]:
     return found
 
 
-def campaign(folder: Path, kills: int, steps: int, seed: int, *more: str) -> dict[str, object]:
+def campaign(folder: Path, kills: int, steps: int, seed: int) -> dict[str, object]:
     """Runs killed at random until there were so many kills and the last of them has finished."""
     torch.set_num_threads(1)
     model = tiny.save_model(folder / "tiny", hidden=32)
     draw, log = random.Random(seed), folder / "attempts.log"
     begun = time.monotonic()
-    if (code := attempt(flags(model, folder / "whole", steps, *more), log)) != 0:
+    if (code := attempt(flags(model, folder / "whole", steps), log)) != 0:
         raise RuntimeError(f"the uninterrupted run ended with {code}; see {log}")
     duration = time.monotonic() - begun
     count = dict(kills=0, in_saving=0, resumes=0, lost_steps=0, runs=0)
@@ -146,7 +146,8 @@ def campaign(folder: Path, kills: int, steps: int, seed: int, *more: str) -> dic
         while True:
             started = (out / "config.json").exists()
             count["resumes"] += saved_step(out) > 0
-            arguments = flags(model, out, steps, *more, *(["--resume"] if started else []))
+            more = ["--resume"] * started + ["--checkpoint.asynchronous"] * (draw.random() < 0.5)
+            arguments = flags(model, out, steps, *more)
             killing = count["kills"] < kills
             in_saving = draw.random() < 0.5
             if killing and in_saving:
@@ -172,10 +173,8 @@ if __name__ == "__main__":
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--asynchronous", action="store_true", help="save in the background")
     options = parser.parse_args()
-    more = ["--checkpoint.asynchronous"] if options.asynchronous else []
     with tempfile.TemporaryDirectory() as folder:
-        result = campaign(Path(folder), options.kills, options.steps, options.seed, *more)
+        result = campaign(Path(folder), options.kills, options.steps, options.seed)
     print(json.dumps(result))
     sys.exit(0 if result["differences"] == 0 else 1)

@@ -131,6 +131,7 @@ shards.write_tensors = write
 moved = everything(model, optimizer)
 assert same(everything(*load(root / "background" / "checkpoints" / "step_3", sharded)), before) and not same(before, moved)
 
+
 # a rank whose disk is full: both learn of it, at once, and the checkpoint before stands
 def full_disk(*arguments):
     raise OSError(28, "No space left on device")
