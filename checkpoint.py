@@ -43,13 +43,10 @@ from shards import (
     Work,
     clean,
     digest,
-    exchange,
     flush,
+    here,
     load_optimizer,
-    on_first,
     random_state,
-    rank,
-    ranks,
     restore_random_state,
     side_files,
     snapshot,
@@ -100,7 +97,7 @@ def save(root: Path, step: int, work: Iterable[Work], after: Callable[[], None] 
         finish(aside, work, after, deadline)
     except UserError as error:
         failure = error
-    for error in exchange(failure):
+    for error in here().gather(failure):
         if error is not None:
             raise error
 
@@ -109,13 +106,13 @@ def begin(root: Path, step: int) -> Path:
     """An empty folder tmp_step_<step>; what a killed save left is removed, never merged."""
 
     def make() -> None:
-        recover(root)
-        (root / f"tmp_step_{step}").mkdir(parents=True)
+        try:
+            recover(root)
+            (root / f"tmp_step_{step}").mkdir(parents=True)
+        except OSError as error:
+            raise UserError(f"cannot write the checkpoint of step {step} to {root}: {error}; the previous checkpoint stands") from error
 
-    try:
-        on_first(make)
-    except OSError as error:
-        raise UserError(f"cannot write the checkpoint of step {step} to {root}: {error}; the previous checkpoint stands") from error
+    here().on_first(make)
     return root / f"tmp_step_{step}"
 
 
@@ -136,13 +133,13 @@ def finish(aside: Path, work: Iterable[Work], after: Callable[[], None] = lambda
         try:
             files |= {} if failure else write(aside)
         except OSError as error:
-            failure = f"{error}" if ranks() == 1 else f"rank {rank()}: {error}"
+            failure = f"{error}" if here().size == 1 else f"rank {here().rank}: {error}"
     try:
-        if rank() > 0:
+        if here().rank > 0:
             for name in files if failure else ():
                 (aside / name).unlink()  # makes room for the word that it failed
-            write_json(aside / f"part-{rank()}.tmp", {"files": files, "failure": failure})
-            (aside / f"part-{rank()}.tmp").rename(aside / f"part-{rank()}.json")
+            write_json(aside / f"part-{here().rank}.tmp", {"files": files, "failure": failure})
+            (aside / f"part-{here().rank}.tmp").rename(aside / f"part-{here().rank}.json")
         elif not failure:
             for part in parts(aside, deadline):
                 files |= part["files"]
@@ -152,18 +149,18 @@ def finish(aside: Path, work: Iterable[Work], after: Callable[[], None] = lambda
     except OSError as error:
         failure = str(error)
     if failure:
-        if rank() == 0:
+        if here().rank == 0:
             shutil.rmtree(aside, ignore_errors=True)
         step, root = aside.name.removeprefix("tmp_step_"), aside.parent
         raise UserError(f"cannot write the checkpoint of step {step} to {root}: {failure}; the previous checkpoint stands")
-    if rank() == 0:
+    if here().rank == 0:
         after()
 
 
 def parts(aside: Path, deadline: float) -> Iterator[dict[str, Any]]:
     """What the other ranks wrote, as they finish. Through the file system, since a thread must not use the trainer's process group."""
     give_up = time.monotonic() + deadline
-    for other in range(1, ranks()):
+    for other in range(1, here().size):
         path = aside / f"part-{other}.json"
         while not path.exists():
             if time.monotonic() > give_up:
@@ -313,10 +310,12 @@ def run_work(run: Any, numbers: Mapping[str, float], beside: Mapping[str, bytes]
     mine = random_state()
     names = {p: name for p, name in run.parameter_names.items() if p.requires_grad}
     dtype = run.policy.compute_dtype
+    if any(p not in names for group in run.optimizer.param_groups for p in group["params"]):
+        raise RuntimeError("the optimizer's parameters are not those of the policy: a forward pass was not followed by backward or settle")
     state = {name: getattr(run, name) for name in COUNTERS} | {
         "schedule": run.schedule_state() if hasattr(run, "schedule_state") else None,
         "metrics": {name: round_number(value) for name, value in numbers.items()},
-        "processes": ranks(),
+        "processes": here().size,
         "without_moments": [clean(name) for p, name in names.items() if p not in run.optimizer.state],
         "examples": fingerprint(run.examples),
         "versions": {name: sys.modules[name].__version__ for name in ("torch", "transformers", "numpy", "vllm") if name in sys.modules},
@@ -325,8 +324,8 @@ def run_work(run: Any, numbers: Mapping[str, float], beside: Mapping[str, bytes]
     state = json.loads(json.dumps(state))  # as it is now, whatever the run does next
 
     def write(folder: Path) -> Files:
-        files = {f"rank-{rank():05}.json": write_json(folder / f"rank-{rank():05}.json", {"random": mine})}
-        if rank() == 0:
+        files = {f"rank-{here().rank:05}.json": write_json(folder / f"rank-{here().rank:05}.json", {"random": mine})}
+        if here().rank == 0:
             files["state.json"] = write_json(folder / "state.json", state)
             files |= {f"model/{name}": write_bytes(folder / "model" / name, [data]) for name, data in beside.items()}
             if dtype != torch.float32:
@@ -361,9 +360,9 @@ def find(config: Any, out: Path) -> Path | None:
             raise UserError(f"--resume: no whole checkpoint in {root}; start without --resume in another --out")
         return found
 
-    found = on_first(search)
+    found = here().on_first(search)
     if found is None:
-        if rank() == 0:
+        if here().rank == 0:
             print(f"--resume: the run in {out} ended before its first checkpoint: beginning at step 0 again", flush=True)
         return None
     changed = [(name, was, now) for name, was, now in changes(stored_state(found)["config"], config) if name in REFUSED]
@@ -437,13 +436,13 @@ def restore(run: Any, folder: Path) -> None:
         run.log.print(f"changed since: --{name} was {was!r} and is {value!r}")
     for problem in problems:
         run.log.print(f"changed since: {problem}")
-    own = folder / f"rank-{rank():05}.json"
+    own = folder / f"rank-{here().rank:05}.json"
     if own.exists():
         restore_random_state(json.loads(own.read_text())["random"])
-    elif rank() < state["processes"]:
-        raise UserError(f"{own} is missing: the random state of process {rank()}")
+    elif here().rank < state["processes"]:
+        raise UserError(f"{own} is missing: the random state of process {here().rank}")
     else:  # more processes than before: a stream of its own, so that no two ranks draw alike
-        torch.manual_seed(int(np.random.SeedSequence((run.config.seed, run.step, rank())).generate_state(1)[0]))
+        torch.manual_seed(int(np.random.SeedSequence((run.config.seed, run.step, here().rank)).generate_state(1)[0]))
 
 
 # ------------------------------------------------------------------------------------------------ when
@@ -541,7 +540,7 @@ class Saver:
         reason = signal.Signals(self.told).name if self.told else ""
         if time.time() - self.run.log.started + max(self.durations) + self.longest_save >= self.config.deadline:
             reason = reason or f"--checkpoint.must-save-by {self.config.must_save_by} leaves no time for another step"
-        return next((r for r in exchange(reason) if r), "")
+        return next((r for r in here().gather(reason) if r), "")
 
     def save(self, numbers: Mapping[str, float]) -> None:
         """A checkpoint of the run as it is now. At most one is under way: the next waits for the one before."""
@@ -549,7 +548,7 @@ class Saver:
         run, begun, deadline = self.run, time.monotonic(), self.run.config.deadlines.collective
         if self.config.metric and self.config.metric_key not in numbers:
             run.log.print(f"--checkpoint.metric {self.config.metric} was not measured at step {run.step}: this checkpoint ranks last")
-        if rank() == 0 and not self.beside:
+        if here().rank == 0 and not self.beside:
             self.beside = side_files(run.policy.model, run.tokenizer, run.policy.compute_dtype)
         with run.timer("checkpoint"):
             work = run_work(run, numbers, self.beside, copied=self.config.asynchronous)

@@ -12,7 +12,6 @@ state predicts target n.
 """
 
 import contextlib
-import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

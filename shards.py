@@ -22,8 +22,9 @@ import numpy as np
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from torch import distributed as dist
 
+import ranks
+from ranks import Ranks
 from task import UserError
 
 Entry = dict[str, Any]  # of a file: size, sha256, and for tensors their names
@@ -33,35 +34,9 @@ Work = Callable[[Path], Files]  # writes some files into the folder it is given
 # ------------------------------------------------------------------------------------------------ processes and files
 
 
-def ranks() -> int:
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-
-
-def rank() -> int:
-    return dist.get_rank() if ranks() > 1 else 0
-
-
-def exchange(value: Any) -> list[Any]:
-    """The value of every rank. All must call it; its deadline is the process group's."""
-    if ranks() == 1:
-        return [value]
-    values: list[Any] = [None] * ranks()
-    dist.all_gather_object(values, value)
-    return values
-
-
-def on_first(function: Callable[[], Any]) -> Any:
-    """What the first rank's call returns, on every rank; an OSError or UserError there is raised everywhere."""
-    found, failure = None, None
-    if rank() == 0:
-        try:
-            found = function()
-        except (OSError, UserError) as error:
-            failure = error
-    found, failure = exchange((found, failure))[0]
-    if failure is not None:
-        raise failure
-    return found
+def here() -> Ranks:
+    """The trainer processes, as this one joined them."""
+    return ranks.joined or Ranks()
 
 
 def digest(path: Path) -> str:
@@ -104,21 +79,21 @@ DTYPES = {
 }  # fmt: skip
 
 
-def plan(sizes: Mapping[str, int], ranks: int, limit: int = FILE_BYTES) -> list[list[list[str]]]:
+def plan(sizes: Mapping[str, int], count: int, limit: int = FILE_BYTES) -> list[list[list[str]]]:
     """Which tensors each rank writes, file by file: stretches of the model of equal size, layers whole.
 
-    >>> plan({"embed": 4, "layers.0.a": 2, "layers.0.b": 2, "layers.1.a": 4, "norm": 1}, ranks=2, limit=6)
+    >>> plan({"embed": 4, "layers.0.a": 2, "layers.0.b": 2, "layers.1.a": 4, "norm": 1}, count=2, limit=6)
     [[['embed'], ['layers.0.a', 'layers.0.b']], [['layers.1.a', 'norm']]]
     """
     units: dict[str, list[str]] = {}
     for name in sizes:
         layer = re.match(r".*?\.\d+\.", name)
         units.setdefault(layer[0] if layer else name, []).append(name)
-    files: list[list[list[str]]] = [[] for _ in range(ranks)]
+    files: list[list[list[str]]] = [[] for _ in range(count)]
     room, before, total = 0, 0, max(1, sum(sizes.values()))
     for names in units.values():
         size = sum(sizes[n] for n in names)
-        own = files[min(ranks - 1, (before + size // 2) * ranks // total)]
+        own = files[min(count - 1, (before + size // 2) * count // total)]
         if not own or size > room:
             own.append([])
             room = limit
@@ -169,20 +144,20 @@ def snapshot(model: Any, optimizer: torch.optim.Optimizer, names: Mapping[Any, s
     saved = set(model.state_dict())  # parameters and persistent buffers; a tied head is the embedding and appears once
     tensors = {n: t for n, t in [*model.named_parameters(), *model.named_buffers()] if n in saved}
     states = {name: optimizer.state[p] for p, name in names.items() if p in optimizer.state}
-    files = plan({name: 4 * t.numel() for name, t in tensors.items()}, ranks())
+    files = plan({name: 4 * t.numel() for name, t in tensors.items()}, here().size)
     count = sum(len(own) for own in files)
     for turn in range(max(len(own) for own in files)):
         for owner, own in enumerate(files):
             if turn >= len(own):
                 continue
-            mine = owner == rank()
+            mine = owner == here().rank
             weights = {clean(n): whole(tensors[n], mine, copied) for n in own[turn]}
             moments = {f"{n}/{key}": whole(value, mine, copied) for n in map(clean, own[turn]) for key, value in states.get(n, {}).items()}
             number = sum(len(f) for f in files[:owner]) + turn + 1
             suffix = f"-{number:05}-of-{count:05}" if count > 1 else ""
             if mine:
                 work = _writer(model, weights, moments, dtype, suffix)
-        if turn < len(files[rank()]):
+        if turn < len(files[here().rank]):
             yield work
         else:
             yield lambda folder: {}
@@ -238,12 +213,13 @@ def part_of(stored: Any, like: Tensor) -> Tensor:
         return stored[...]
     if not hasattr(like, "placements"):
         return stored[:].to(like.device)
-    from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+    part = torch.zeros_like(like.detach())
     sizes, offsets = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
-    local = stored[tuple(slice(o, o + n) for o, n in zip(offsets, sizes))] if 0 not in sizes else torch.empty(sizes)
-    return DTensor.from_local(local.to(like.device), like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride())
+    if 0 not in sizes:
+        part.to_local().copy_(stored[tuple(slice(o, o + n) for o, n in zip(offsets, sizes))])
+    return part
 
 
 def side_files(model: Any, tokenizer: Any, dtype: torch.dtype) -> dict[str, bytes]:
