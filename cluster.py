@@ -574,7 +574,7 @@ def set_threads(threads: int) -> None:
     torch.set_num_threads(threads or max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
 
 
-def stop_on_signals(signals: Sequence[int] = (signal.SIGTERM, signal.SIGHUP)) -> None:
+def stop_on_signals(signals: Sequence[int] = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)) -> None:
     """Turn signals into SystemExit, so that `finally` runs: engines are stopped, files closed. Exit code 128 + signal."""
 
     def leave(number: int, frame: Any) -> None:

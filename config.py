@@ -100,6 +100,7 @@ class Config:
     out: str = ""  # folder for everything the run writes; off: out/TASK-TIME
     resume: bool = False  # go on from the newest whole checkpoint in --out
     eval_only: bool = False  # evaluate --model on the held-out examples, print the table, train nothing
+    resume_force: bool = False  # resume although settings or prompts have changed that the run depends on
     dry_run: bool = False  # check and print the whole configuration, load no model
     seed: int = 0  # of prompt order and sampling
     steps: int = 1000  # at most this many steps
@@ -157,6 +158,10 @@ def check(config: Config) -> None:
         raise UserError("--refill replaces groups without signal, which --loss.no-signal keep keeps: give one of the two")
     if config.eval_only and not config.eval.every:
         raise UserError("--eval-only with --eval.every 0: there is nothing to do")
+    if config.checkpoint.metric_key.startswith("eval/") and not config.eval.every:
+        raise UserError(f"--checkpoint.metric {config.checkpoint.metric} needs evaluations: --eval.every above 0")
+    if config.checkpoint.deadline <= 0 or config.checkpoint.ft_keep < 1:
+        raise UserError("--checkpoint.must-save-by must be after the start, and --checkpoint.ft-keep at least 1")
     if config.resume and not config.out:
         raise UserError("--resume needs --out, the folder of the run to go on with")
 

@@ -136,8 +136,8 @@ def setup(config: Config) -> Run:
     if total < 1:
         raise UserError(f"--epochs {config.epochs} of {len(examples)} prompts is less than one step of --prompts-per-step {config.prompts_per_step}")
     ranks.barrier("setup")  # every rank has checked --out before the first one writes there
-    resumed = ranks.on_first(lambda: checkpoint.find(config, out))
-    log = Log(out, config.log, ranks.is_main, keep_until=json.loads((resumed / "state.json").read_text())["step"] if resumed else None)
+    resumed = checkpoint.find(config, out)
+    log = Log(out, config.log, ranks.is_main, keep_until=checkpoint.resumed_step(resumed) if config.resume else None)
     if ranks.is_main:
         (out / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=1))
     log.print(f"{config.task}: {len(examples)} training prompts, {len(task.eval)} held out, {renderer.format} prompts")
@@ -150,7 +150,7 @@ def setup(config: Config) -> Run:
     wire = dtype if config.engine_config.dtype == "auto" else getattr(torch, config.engine_config.dtype)
     server = None
     try:
-        source = str(resumed / "model") if resumed else config.model
+        source = checkpoint.weights_of(resumed) if resumed else config.model
         if plan.engine == "vllm":  # before anything is put on a device
             length = config.sampling.max_prompt_tokens + config.sampling.max_completion_tokens
             name = str(wire).removeprefix("torch.")
@@ -469,27 +469,27 @@ def train(run: Run) -> dict[str, float]:
         before = after = numbers["eval/accuracy"]
         run.log.step(0, {**numbers, **run.timer.take()})
         run.log.print(f"before training: held-out accuracy {before:.3f}")
-    while run.step < run.total:
-        start = time.perf_counter()
-        metrics, groups = train_step(run)
-        numbers = metrics.result()
-        numbers |= loss.derived_metrics(numbers)
-        last = run.step == run.total
-        if config.eval.every and (last or (run.step % config.eval.every == 0 and run.step >= config.eval.first)):
-            numbers |= evaluate(run)
-            after = numbers["eval/accuracy"]
-            if after >= config.eval.stop_at:
-                run.total, last = run.step, True
-                run.log.print(f"held-out accuracy {after:.3f} reached --eval.stop-at {config.eval.stop_at}: stopping")
-        numbers |= {**run.timer.take(), "time/step": time.perf_counter() - start, "epoch": run.cursor / len(run.examples)}
-        run.log.step(run.step, numbers)
-        if run.ranks.is_main:
-            run.log.rollouts(run.step, [describe(run, r) for group in groups for r in group])
-        for tracker in trackers:
-            tracker.log(numbers, step=run.step)
-        run.log.print(step_line(run.step, run.total, numbers))
-        if last or (config.checkpoint.every and run.step % config.checkpoint.every == 0):
-            checkpoint.save_run(run)  # after the step's metrics are written: a resumed run finds all of them
+    with checkpoint.Saver(run) as saver:
+        while run.step < run.total:
+            start = time.perf_counter()
+            metrics, groups = train_step(run)
+            numbers = metrics.result()
+            numbers |= loss.derived_metrics(numbers)
+            if config.eval.every and (run.step == run.total or (run.step % config.eval.every == 0 and run.step >= config.eval.first)):
+                numbers |= evaluate(run)
+                after = numbers["eval/accuracy"]
+                if after >= config.eval.stop_at:
+                    run.total = run.step
+                    run.log.print(f"held-out accuracy {after:.3f} reached --eval.stop-at {config.eval.stop_at}: stopping")
+            numbers |= {**run.timer.take(), "time/step": time.perf_counter() - start, "epoch": run.cursor / len(run.examples)}
+            run.log.step(run.step, numbers)
+            if run.ranks.is_main:
+                run.log.rollouts(run.step, [describe(run, r) for group in groups for r in group])
+            for tracker in trackers:
+                tracker.log(numbers, step=run.step)
+            run.log.print(step_line(run.step, run.total, numbers))
+            if saver.after_step(numbers):
+                break
     for tracker in trackers:
         tracker.finish()
     return {"accuracy_before": before, "accuracy_after": after, "minutes": (time.time() - begun) / 60}

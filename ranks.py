@@ -212,7 +212,7 @@ def watch(ranks: Ranks) -> None:
         if text and not leaving.is_set():
             leaving.set()
             print(f"rank {ranks.rank} stops in phase {ranks.current!r}: {text}", file=sys.stderr, flush=True)
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGHUP)  # not SIGTERM, which asks to save first
         if text:
             time.sleep(GRACE)
             os._exit(1)

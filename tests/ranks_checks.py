@@ -69,6 +69,8 @@ def resume(model: str, folder: Path) -> list[float]:
     train(model, folder / "parts", "--resume")
     train(model, folder / "other", "--steps 2 --policy.no-shard")
     train(model, folder / "other", "--resume")
+    train(model, folder / "mixed", "--steps 2")
+    train(model, folder / "mixed", "--resume --policy.no-shard")
     return [row["reward"] for row in read_lines(folder / "parts" / "metrics.jsonl")[1:]]
 
 
