@@ -46,7 +46,7 @@ from config import CORRECTIONS, KL_GRADIENTS, OBJECTIVES, Config, LossConfig, ch
 from log import Log, Metrics, Timer, plot_run, start_trackers, step_line, write_samples
 from policy import Batch, Policy
 from ranks import Ranks, guarded, start_ranks
-from rollout import EngineError, HFEngine, Renderer, Rollout, Sampler, VLLMEngine, rollout_metrics, sample_groups
+from rollout import EngineError, HFEngine, Renderer, Rollout, Sampler, rollout_metrics, sample_groups
 from shaping import Rows, advantages_of, after_scoring, likelihood_coefficients, prepare, shape
 from task import Example, Task, UserError, evaluation, keep, load_task, next_position, position, self_test
 
