@@ -211,13 +211,16 @@ def steps(root: Path) -> list[int]:
 
 
 def latest(root: Path) -> Path | None:
-    """The newest whole checkpoint; damaged ones are passed over with a warning that names them."""
+    """The newest whole checkpoint. Damaged ones are passed over with a warning that names them, and renamed: a damaged one that went on
+    counting as the newest would be kept in the place of those that the resumed run writes."""
     recover(root)
     for step in reversed(steps(root)):
         damage = damage_of(root / f"step_{step}")
         if not damage:
             return root / f"step_{step}"
         warnings.warn(f"checkpoint {root / f'step_{step}'} is damaged ({damage}): using the one before it", stacklevel=2)
+        shutil.rmtree(root / f"damaged_step_{step}", ignore_errors=True)
+        (root / f"step_{step}").rename(root / f"damaged_step_{step}")
     return None
 
 
@@ -356,7 +359,7 @@ def find(config: Any, out: Path) -> Path | None:
 
     def search() -> Path | None:
         found = latest(root)
-        if found is None and (steps(root) or not (out / "config.json").exists()):
+        if found is None and (any(root.glob("damaged_step_*")) or not (out / "config.json").exists()):
             raise UserError(f"--resume: no whole checkpoint in {root}; start without --resume in another --out")
         return found
 
@@ -472,6 +475,8 @@ class Saver:
         self.handlers = {number: signal.signal(number, self.on_signal) for number in (signal.SIGTERM, signal.SIGUSR1)}
         self.handlers[signal.SIGALRM] = signal.signal(signal.SIGALRM, self.give_up)
         self.patience = threading.Event()  # set when there is nothing left to be impatient about
+        if here().rank == 0:
+            prune(self.root, self.config)  # a crash may have come between the last save and its pruning
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:

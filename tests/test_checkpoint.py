@@ -75,6 +75,17 @@ def test_a_damaged_checkpoint_is_passed_over_with_its_name(tmp_path, damage):
         (tmp_path / "step_5" / "manifest.json").write_text("{")
     with pytest.warns(UserWarning, match="step_5"):
         assert checkpoint.latest(tmp_path).name == "step_4"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["damaged_step_5", "step_4"]
+
+
+def test_a_damaged_newest_checkpoint_does_not_take_the_place_of_those_saved_after_it(tmp_path):
+    for step in (4, 5, 6):
+        save(tmp_path, step)
+    (tmp_path / "step_6" / "state.json").unlink()
+    with pytest.warns(UserWarning, match="step_6"):
+        checkpoint.latest(tmp_path)
+    save(tmp_path, 5, keep=1)
+    assert checkpoint.latest(tmp_path).name == "step_5"
 
 
 class Killed(BaseException):

@@ -87,6 +87,12 @@ def test_a_run_that_ended_before_its_first_checkpoint_begins_again(model, whole,
     same_runs(whole, tmp_path / "a")
 
 
+def test_a_crash_between_the_last_save_and_its_pruning_is_put_right_on_resume(model, tmp_path):
+    run(model, tmp_path / "a", "--checkpoint.every", "1", "--checkpoint.keep", "0", steps=4)
+    run(model, tmp_path / "a", "--checkpoint.every", "1", "--checkpoint.keep", "2", "--resume", steps=4)
+    assert checkpoint.steps(tmp_path / "a" / "checkpoints") == [3, 4]
+
+
 def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_again_unseen(model, tmp_path):
     run(model, tmp_path / "a", steps=1)
     (tmp_path / "a" / "checkpoints" / "step_1" / "state.json").write_text("{}")
