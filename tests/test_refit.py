@@ -1,9 +1,13 @@
 """The refit against fake servers: order, errors, versions, names, sleep. Real ones: test_vllm.py (one) and test_fanout.py (two)."""
 
+import os
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -471,3 +475,14 @@ def test_every_call_of_a_refit_goes_out_to_all_engines_at_once(policy):
         began = time.monotonic()
         client.call("POST", "resume")
         assert time.monotonic() - began < 1.5
+
+
+def test_two_ranks_send_a_sharded_policy_and_a_failure_ends_both_soon(tmp_path):
+    model = tiny.save_model(tmp_path / "model")
+    here = Path(__file__).resolve().parent
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(free_port()), str(here / "refit_ranks.py"), model]
+    began = time.monotonic()
+    done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True, timeout=120)
+    assert done.returncode != 0 and "failed as told" in done.stdout, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "update_weights answered 500" in done.stderr
+    assert time.monotonic() - began < 90
