@@ -231,7 +231,7 @@ def tell(text: str, summary: str) -> None:
             if store.compare_set("first", "", str(rank)).decode() == str(rank):
                 print(text, file=sys.stderr, flush=True)
                 store.set("failure", f"rank {rank} failed: {summary}")
-                time.sleep(1.5)  # rank 0 may keep the store: the others read it before it goes
+                time.sleep(1.5 if rank == 0 else 0)  # it may keep the store: the others read it before it goes
             else:
                 cause = store.get("failure").decode()
                 print(f"rank {rank} stops: {cause} (here: {summary})", file=sys.stderr, flush=True)
