@@ -45,7 +45,7 @@ from cluster import Plan
 from config import CORRECTIONS, KL_GRADIENTS, OBJECTIVES, Config, LossConfig, check, parse
 from log import Log, Metrics, Timer, plot_run, start_trackers, step_line, write_samples
 from policy import Batch, Policy
-from ranks import Ranks, guarded, start_ranks
+from ranks import Ranks, guarded, report, start_ranks
 from rollout import EngineError, HFEngine, Renderer, Rollout, Sampler, rollout_metrics, sample_groups
 from shaping import Rows, advantages_of, after_scoring, likelihood_coefficients, prepare, shape
 from task import Example, Task, UserError, evaluation, keep, load_task, next_position, position, self_test
@@ -177,7 +177,8 @@ def setup(config: Config) -> Run:
         if resumed:
             checkpoint.restore(run, resumed)
         return run
-    except BaseException:
+    except BaseException as error:
+        report(error)
         if server is not None:
             server.stop()
         raise
@@ -520,6 +521,9 @@ def main(arguments: Sequence[str]) -> None:
     run = setup(config)
     try:
         result = score_only(run) if config.eval_only else train(run)
+    except BaseException as error:
+        report(error)  # to the other ranks, before the engine is stopped
+        raise
     finally:
         if run.server is not None:
             run.server.stop()
