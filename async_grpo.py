@@ -25,7 +25,6 @@ With --engine hf there is one model for both: sampling and training take turns.
 
 import asyncio
 import copy
-import dataclasses
 import math
 import os
 import sys

@@ -15,7 +15,7 @@ import tyro
 import loss
 import objectives
 from checkpoint import CheckpointConfig
-from cluster import EngineConfig
+from cluster import ClusterConfig, EngineConfig, check_correction
 from log import LogConfig
 from policy import OptimConfig, PolicyConfig
 from rollout import DeadlineConfig, SamplingConfig
@@ -100,6 +100,7 @@ class Config:
     out: str = ""  # folder for everything the run writes; off: out/TASK-TIME
     resume: bool = False  # go on from the newest whole checkpoint in --out
     eval_only: bool = False  # evaluate --model on the held-out examples, print the table, train nothing
+    resume_force: bool = False  # resume although settings or prompts have changed that the run depends on
     dry_run: bool = False  # check and print the whole configuration, load no model
     seed: int = 0  # of prompt order and sampling
     steps: int = 1000  # at most this many steps
@@ -117,6 +118,7 @@ class Config:
     optim: OptimConfig = field(default_factory=OptimConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     engine_config: Annotated[EngineConfig, tyro.conf.arg(name="engine")] = field(default_factory=EngineConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
@@ -144,6 +146,7 @@ def check(config: Config) -> None:
         raise UserError(f"--updates-per-batch {config.updates_per_batch} exceeds --prompts-per-step {config.prompts_per_step}: a group is never split")
     if config.engine_config.max_num_seqs < config.samples_per_prompt:
         raise UserError("--engine.max-num-seqs must be at least --samples-per-prompt: vLLM refuses larger groups")
+    check_correction(config.engine_config, config.loss.correction)
     if config.sampling.temperature <= 0:
         raise UserError(f"--sampling.temperature {config.sampling.temperature}: training samples need a temperature above 0 (--eval.temperature 0 is greedy)")
     if config.sampling.max_completion_tokens < 1 or config.sampling.max_prompt_tokens < 1:
@@ -158,6 +161,10 @@ def check(config: Config) -> None:
         raise UserError("--refill replaces groups without signal, which --loss.no-signal keep keeps: give one of the two")
     if config.eval_only and not config.eval.every:
         raise UserError("--eval-only with --eval.every 0: there is nothing to do")
+    if config.checkpoint.metric_key.startswith("eval/") and not config.eval.every:
+        raise UserError(f"--checkpoint.metric {config.checkpoint.metric} needs evaluations: --eval.every above 0")
+    if config.checkpoint.deadline <= 0 or config.checkpoint.ft_keep < 1:
+        raise UserError("--checkpoint.must-save-by must be after the start, and --checkpoint.ft-keep at least 1")
     if config.resume and not config.out:
         raise UserError("--resume needs --out, the folder of the run to go on with")
 

@@ -7,6 +7,7 @@ After the last tensor the tied output head is packed again: vLLM's CPU backend k
 layerwise reload forgets the head's, which would go on sampling with old weights. (vLLM 0.32)
 """
 
+import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -51,7 +52,13 @@ class GlooTrainerInitInfo(TrainerInitInfo):
 
 
 def join(address: str, port: int, rank: int, size: int, timeout: float) -> Any:
-    return stateless_init_torch_distributed_process_group(address, port, rank, size, "gloo", timeout=timedelta(seconds=timeout))
+    # torchrun tells its processes that it keeps the store; of this group's, rank 0 does, and would wait for a store that nobody starts
+    kept = os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
+    try:
+        return stateless_init_torch_distributed_process_group(address, port, rank, size, "gloo", timeout=timedelta(seconds=timeout))
+    finally:
+        if kept is not None:
+            os.environ["TORCHELASTIC_USE_AGENT_STORE"] = kept
 
 
 def broadcast(group: Any, tensor: torch.Tensor) -> None:

@@ -45,8 +45,8 @@ from cluster import Plan
 from config import CORRECTIONS, KL_GRADIENTS, OBJECTIVES, Config, LossConfig, check, parse
 from log import Log, Metrics, Timer, plot_run, start_trackers, step_line, write_samples
 from policy import Batch, Policy
-from ranks import Ranks, guarded, start_ranks
-from rollout import EngineError, HFEngine, Renderer, Rollout, Sampler, VLLMEngine, rollout_metrics, sample_groups
+from ranks import Ranks, guarded, report, start_ranks
+from rollout import EngineError, HFEngine, Renderer, Rollout, Sampler, rollout_metrics, sample_groups
 from shaping import Rows, advantages_of, after_scoring, likelihood_coefficients, prepare, shape
 from task import Example, Task, UserError, evaluation, keep, load_task, next_position, position, self_test
 
@@ -88,7 +88,7 @@ class Run:
     optimizer: torch.optim.Optimizer
     engine: Any
     refit: cluster.Refit | sharding.WholeCopy | None
-    server: cluster.Server | None
+    server: cluster.Engines | None  # None where the policy samples itself
     log: Log
     timer: Timer
     total: int
@@ -137,24 +137,25 @@ def setup(config: Config) -> Run:
     if total < 1:
         raise UserError(f"--epochs {config.epochs} of {len(examples)} prompts is less than one step of --prompts-per-step {config.prompts_per_step}")
     ranks.barrier("setup")  # every rank has checked --out before the first one writes there
-    resumed = ranks.on_first(lambda: checkpoint.find(config, out))
-    log = Log(out, config.log, ranks.is_main, keep_until=json.loads((resumed / "state.json").read_text())["step"] if resumed else None)
+    resumed = checkpoint.find(config, out)
+    log = Log(out, config.log, ranks.is_main, keep_until=checkpoint.resumed_step(resumed) if config.resume else None)
     if ranks.is_main:
         (out / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=1))
-    log.print(f"{config.task}: {len(examples)} training prompts, {len(task.eval)} held out, {renderer.format} prompts; {plan.table()}")
+    log.print(f"{config.task}: {len(examples)} training prompts, {len(task.eval)} held out, {renderer.format} prompts")
+    log.print(plan.table())
     for reason, count in task.dropped.items():
         log.print(f"dropped {count}: {reason}")
     log.print(f"{total} steps of {config.prompts_per_step} x {config.samples_per_prompt} samples; writing to {out}")
 
     dtype = policies.compute_dtype(config.policy, ranks.device)
     wire = dtype if config.engine_config.dtype == "auto" else getattr(torch, config.engine_config.dtype)
-    server, address = None, None
+    server = None
     try:
-        source = str(resumed / "model") if resumed else config.model
-        if plan.engine == "vllm" and ranks.is_main:
+        source = checkpoint.weights_of(resumed) if resumed else config.model
+        if plan.engine == "vllm":  # before anything is put on a device
             length = config.sampling.max_prompt_tokens + config.sampling.max_completion_tokens
-            server, key = cluster.start_vllm(config.model, plan, config.engine_config, str(wire).removeprefix("torch."), length, out / "engine.log")
-            address = server.url, key
+            name = str(wire).removeprefix("torch.")
+            server = cluster.start_engines(config.model, plan, config.engine_config, name, length, out, config.deadlines, ranks)
         policy = policies.load_policy(source, config.policy, config.sampling.temperature, ranks.device, ranks)
         reference = None
         if config.loss.kl_coef:  # always the model the run began with, also on resume
@@ -162,13 +163,10 @@ def setup(config: Config) -> Run:
         optimizer = policies.make_optimizer(policy, config.optim)
         refit, engine = None, None
         if server is not None:
-            log.print(f"policy loaded; waiting for vLLM (log: {out / 'engine.log'})")
-            server.wait_until_healthy(config.deadlines.engine_start)
-        if plan.engine == "vllm":
+            log.print(f"policy loaded; waiting for vLLM (log: {out}/engine*.log)")
+            server.wait_until_healthy()
             ranks.barrier("engine start", config.deadlines.engine_start)
-            url, key = ranks.gather(address)[0]  # every rank talks to the server that the first one keeps
-            engine = VLLMEngine(url, key, config.deadlines.request, server.check_alive if server else lambda: None)
-            refit = cluster.Refit(url, policy, wire, plan.backend, config.deadlines)
+            engine, refit = server.sampler(), server.refit(policy, optimizer, wire, config.cluster, config.model, reference)
         elif policy.sharded:
             log.print("--engine hf on a sharded policy: each rank samples from a whole float32 copy, gathered once per update; for small models")
             refit = sharding.WholeCopy(policy, ranks.device)
@@ -180,14 +178,16 @@ def setup(config: Config) -> Run:
         if resumed:
             checkpoint.restore(run, resumed)
         return run
-    except BaseException:
+    except BaseException as error:
+        report(error)
         if server is not None:
             server.stop()
         raise
 
 
 def make_plan(config: Config, processes: int) -> Plan:
-    return cluster.make_plan(config.engine, torch.cuda.device_count(), processes, cluster.vllm_installed())
+    there = (torch.cuda.device_count(), processes, cluster.vllm_installed())
+    return cluster.make_plan(config.engine, *there, config.cluster, config.engine_config, os.environ)
 
 
 def load_tokenizer(model: str) -> tuple[Any, Any]:
@@ -209,7 +209,7 @@ def load_tokenizer(model: str) -> tuple[Any, Any]:
 
 def refit_if_stale(run: Run) -> None:
     """Give the engine the present weights, unless it has them. Called before sampling only, so a last update is not sent for nothing."""
-    if run.sent != run.updates:
+    if run.sent != run.updates or (run.refit is not None and run.refit.asleep):  # a sleeping engine has dropped its weights
         with run.timer("refit"):
             if run.refit is not None:
                 run.ranks.current = "refit"
@@ -390,6 +390,8 @@ def stop_on_mismatch(run: Run, k3: float) -> None:
 
 def learn(run: Run, groups: Sequence[Sequence[Rollout]]) -> Metrics:
     """Steps (3) to (6): what a batch of finished groups teaches. Any schedule may have sampled them."""
+    if run.refit is not None:
+        run.refit.rest()  # where engine and policy share devices, the memory changes hands
     metrics = rollout_metrics(groups, run.task.reward_weights)
     rows, found = make_rows(groups, run.config.loss, run.task.reward_weights, run.config.sampling.max_completion_tokens)
     metrics.add(found)
@@ -474,27 +476,27 @@ def train(run: Run, step: Callable[[Run], tuple[Metrics, list[list[Rollout]]]] =
         before = after = numbers["eval/accuracy"]
         run.log.step(0, {**numbers, **run.timer.take()})
         run.log.print(f"before training: held-out accuracy {before:.3f}")
-    while run.step < run.total:
-        start = time.perf_counter()
-        metrics, groups = step(run)
-        numbers = metrics.result()
-        numbers |= loss.derived_metrics(numbers)
-        last = run.step == run.total
-        if config.eval.every and (last or (run.step % config.eval.every == 0 and run.step >= config.eval.first)):
-            numbers |= evaluate(run)
-            after = numbers["eval/accuracy"]
-            if after >= config.eval.stop_at:
-                run.total, last = run.step, True
-                run.log.print(f"held-out accuracy {after:.3f} reached --eval.stop-at {config.eval.stop_at}: stopping")
-        numbers |= {**run.timer.take(), "time/step": time.perf_counter() - start, "epoch": run.cursor / len(run.examples)}
-        run.log.step(run.step, numbers)
-        if run.ranks.is_main:
-            run.log.rollouts(run.step, [describe(run, r) for group in groups for r in group])
-        for tracker in trackers:
-            tracker.log(numbers, step=run.step)
-        run.log.print(step_line(run.step, run.total, numbers))
-        if last or (config.checkpoint.every and run.step % config.checkpoint.every == 0):
-            checkpoint.save_run(run)  # after the step's metrics are written: a resumed run finds all of them
+    with checkpoint.Saver(run) as saver:
+        while run.step < run.total:
+            start = time.perf_counter()
+            metrics, groups = step(run)
+            numbers = metrics.result()
+            numbers |= loss.derived_metrics(numbers)
+            if config.eval.every and (run.step == run.total or (run.step % config.eval.every == 0 and run.step >= config.eval.first)):
+                numbers |= evaluate(run)
+                after = numbers["eval/accuracy"]
+                if after >= config.eval.stop_at:
+                    run.total = run.step
+                    run.log.print(f"held-out accuracy {after:.3f} reached --eval.stop-at {config.eval.stop_at}: stopping")
+            numbers |= {**run.timer.take(), "time/step": time.perf_counter() - start, "epoch": run.cursor / len(run.examples)}
+            run.log.step(run.step, numbers)
+            if run.ranks.is_main:
+                run.log.rollouts(run.step, [describe(run, r) for group in groups for r in group])
+            for tracker in trackers:
+                tracker.log(numbers, step=run.step)
+            run.log.print(step_line(run.step, run.total, numbers))
+            if saver.after_step(numbers):
+                break
     for tracker in trackers:
         tracker.finish()
     return {"accuracy_before": before, "accuracy_after": after, "minutes": (time.time() - begun) / 60}
@@ -528,7 +530,10 @@ def launch(config: Config, loop: Callable[[Run], dict[str, float]]) -> None:
     cluster.set_threads(config.policy.threads)
     run = setup(config)
     try:
-        result = score_only(run) if config.eval_only else loop(run)
+        result = score_only(run) if config.eval_only else train(run)
+    except BaseException as error:
+        report(error)  # to the other ranks, before the engine is stopped
+        raise
     finally:
         if run.server is not None:
             run.server.stop()

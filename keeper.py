@@ -21,6 +21,7 @@ def main(parent: int, command: list[str]) -> int:
     told: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda n, _: told.append(n))
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # the child inherits it: pre-emption tells the trainer, which then needs its engine to finish a step
     child = subprocess.Popen(command)
     while child.poll() is None and not told and os.getppid() == parent:
         time.sleep(POLL)

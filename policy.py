@@ -12,11 +12,9 @@ state predicts target n.
 """
 
 import contextlib
-import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -602,27 +600,6 @@ def optimizer_step(policy: nn.Module, optimizer: torch.optim.Optimizer, lr: floa
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return norm.item()
-
-
-def export(policy: Policy, folder: Path, tokenizer: Any, dtype: torch.dtype, weights: dict[str, Tensor] | None = None) -> None:
-    """A folder that transformers and vLLM load: weights in safetensors, config, generation config, tokenizer, chat template.
-
-    Args:
-        weights: of a sharded policy, gathered by all ranks before one of them calls this.
-    """
-    model = policy.model
-    converted: dict[int, Tensor] = {}  # by address, so that tied tensors stay one
-    held = model.state_dict() if weights is None else weights
-    state = {name: converted.setdefault(tensor.data_ptr(), tensor.to(dtype)) for name, tensor in held.items()}
-    model.config._attn_implementation_internal, kept = None, model.config._attn_implementation_internal
-    try:  # ours is no attention that another program knows
-        model.save_pretrained(folder, state_dict=state)
-    finally:
-        model.config._attn_implementation_internal = kept
-    config = json.loads((folder / "config.json").read_text())
-    config["dtype"] = str(dtype).removeprefix("torch.")  # transformers writes that of the master weights
-    (folder / "config.json").write_text(json.dumps(config, indent=2))
-    tokenizer.save_pretrained(folder)
 
 
 @contextlib.contextmanager

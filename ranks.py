@@ -149,7 +149,7 @@ def refuse_launchers(environment: Mapping[str, str]) -> None:
 
     >>> refuse_launchers({"ACCELERATE_USE_FSDP": "true"})
     Traceback (most recent call last):
-    task.UserError: accelerate launch was given an FSDP configuration: sharding is this program's own (--policy.shard); leave it out (accelerate config, or --use_fsdp)
+    task.UserError: accelerate launch was given an FSDP configuration (--use_fsdp, or accelerate config): leave it out, --policy.shard is this program's own
 
     Raises:
         UserError: an FSDP or DeepSpeed configuration; several CPU processes asked of accelerate, which starts one and does not say so.
@@ -158,7 +158,7 @@ def refuse_launchers(environment: Mapping[str, str]) -> None:
         if environment.get(name, "").lower() in ("true", "1", "yes"):
             flag = "--" + name.lower().removeprefix("accelerate_")
             raise UserError(
-                f"accelerate launch was given {kind} configuration: sharding is this program's own (--policy.shard); leave it out (accelerate config, or {flag})"
+                f"accelerate launch was given {kind} configuration ({flag}, or accelerate config): leave it out, --policy.shard is this program's own"
             )
     # its simple launcher sets an address for its processes, and then starts one
     if "ACCELERATE_MIXED_PRECISION" in environment and "MASTER_ADDR" in environment and "WORLD_SIZE" not in environment:
@@ -212,7 +212,7 @@ def watch(ranks: Ranks) -> None:
         if text and not leaving.is_set():
             leaving.set()
             print(f"rank {ranks.rank} stops in phase {ranks.current!r}: {text}", file=sys.stderr, flush=True)
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGHUP)  # not SIGTERM, which asks to save first
         if text:
             time.sleep(GRACE)
             os._exit(1)
@@ -231,12 +231,35 @@ def tell(text: str, summary: str) -> None:
             if store.compare_set("first", "", str(rank)).decode() == str(rank):
                 print(text, file=sys.stderr, flush=True)
                 store.set("failure", f"rank {rank} failed: {summary}")
-                time.sleep(1.5)  # rank 0 may keep the store: the others read it before it goes
+                time.sleep(1.5 if rank == 0 else 0)  # it may keep the store: the others read it before it goes
             else:
                 cause = store.get("failure").decode()
                 print(f"rank {rank} stops: {cause} (here: {summary})", file=sys.stderr, flush=True)
         except RuntimeError:
             print(text, file=sys.stderr, flush=True)
+
+
+def report(error: BaseException, last: bool = False) -> int:
+    """Print an error and end the other ranks; once, however often it is called on an error's way up. To be called before anything slow
+    is stopped, so that this rank's own words come first.
+
+    Args:
+        last: nobody else will print it, which with one process is Python's own way.
+
+    Returns:
+        The exit code.
+    """
+    code, text, summary = 1, traceback.format_exc(), f"{type(error).__name__}: {error}"
+    if isinstance(error, (UserError, EngineError)):
+        text, summary = f"error: {error}", str(error)
+    elif isinstance(error, KeyboardInterrupt):
+        code, text, summary = 130, "interrupted", "it was interrupted"
+    elif isinstance(error, SystemExit):
+        code = error.code if isinstance(error.code, int) else 1 if error.code else 0
+        text, summary = str(error.code) if isinstance(error.code, str) else f"ended with exit code {code}", f"it ended with exit code {code}"
+    if code and (last or dist.is_initialized()):
+        tell(text, summary)
+    return code
 
 
 def guarded(main: Callable[[list[str]], None], arguments: list[str]) -> NoReturn:
@@ -245,22 +268,10 @@ def guarded(main: Callable[[list[str]], None], arguments: list[str]) -> NoReturn
     code = 0
     try:
         main(arguments)
-    except (UserError, EngineError) as error:
-        code = 1
-        tell(f"error: {error}", str(error))
-    except Exception as error:
-        code = 1
-        tell(traceback.format_exc(), f"{type(error).__name__}: {error}")
-    except (SystemExit, KeyboardInterrupt) as stop:
-        code = 130 if isinstance(stop, KeyboardInterrupt) else stop.code if isinstance(stop.code, int) else 1 if stop.code else 0
-        if code:
-            tell(str(stop.code) if isinstance(getattr(stop, "code", 0), str) else "", f"it ended with exit code {code}")
+    except BaseException as error:
+        code = report(error, last=True)
     sys.stdout.flush()
     sys.stderr.flush()
-    if not dist.is_initialized():
-        sys.exit(code)
-    if code == 0 and not leaving.is_set():
-        leaving.set()
-        dist.destroy_process_group()
-        sys.exit(0)
-    os._exit(code)  # a peer that is gone must not keep us waiting in destructors
+    if dist.is_initialized():
+        os._exit(code)  # a peer that is gone must not keep us waiting in destructors
+    sys.exit(code)

@@ -14,6 +14,8 @@ policy sample itself, with no second copy of the weights and no refit.
 """
 
 import asyncio
+import contextlib
+import copy
 import hashlib
 import logging
 import math
@@ -201,6 +203,12 @@ class Request:
     stop: tuple[str, ...] = ()
     stop_ids: tuple[int, ...] = ()
     top_p: float = 1.0  # evaluation only
+    affinity: int = -1  # requests of one number begin with the same tokens: an engine that saw one has the keys of the next; -1: unknown
+
+    @property
+    def work(self) -> int:
+        """Tokens this may cost an engine: the prompt once, and every completion to its limit."""
+        return len(self.prompt_ids) + self.n * self.max_tokens
 
 
 @dataclass
@@ -279,6 +287,73 @@ class VLLMEngine:
             await asyncio.sleep(0.5 * 2**attempt)  # also gives a dying process the time to be seen as dead
             self.check_alive()
         raise EngineError(f"vLLM at {self.url} failed {self.retries + 1} times: {problem}")
+
+
+class Balanced:
+    """Several engines as one. A request goes where its prompt was before, for the keys kept there, or else to the least busy engine.
+
+    It leaves its home when that has more than twice the work of the least busy engine with this request, since an idle engine computes a
+    prompt again sooner than a busy one gets to it. No result depends on who answers: every request carries its own seed.
+
+    Args:
+        engines: at least one.
+        first: the one that ties go to, another one on each rank.
+    """
+
+    def __init__(self, engines: "Sequence[Engine]", first: int = 0):
+        self.engines = [*engines[first:], *engines[:first]]
+        self.work = [0] * len(self.engines)  # tokens that each may still have to compute
+        self.homes: dict[int, int] = {}  # affinity -> engine
+
+    def __copy__(self) -> "Balanced":
+        """One whose engines are others too: an engine's connections belong to one event loop."""
+        return Balanced([copy.copy(engine) for engine in self.engines])
+
+    @property
+    def salted(self) -> bool:
+        return getattr(self.engines[0], "salted", False)
+
+    @salted.setter
+    def salted(self, salted: bool) -> None:
+        for engine in self.engines:
+            engine.salted = salted  # type: ignore[attr-defined]
+
+    @property
+    def version(self) -> int:
+        return self.engines[0].version
+
+    @version.setter
+    def version(self, version: int) -> None:
+        for engine in self.engines:
+            engine.version = version
+        self.homes.clear()  # an update drops every prefix cache
+
+    async def __aenter__(self) -> "Balanced":
+        async with contextlib.AsyncExitStack() as stack:  # when one cannot be entered, those before it are left
+            for engine in self.engines:
+                await stack.enter_async_context(engine)
+            self.stack = stack.pop_all()
+        self.work = [0] * len(self.engines)
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.stack.aclose()
+
+    def choose(self, request: Request) -> int:
+        least = min(range(len(self.engines)), key=lambda i: self.work[i])
+        home = self.homes.get(request.affinity, least)
+        chosen = home if self.work[home] <= 2 * (self.work[least] + request.work) else least
+        if request.affinity >= 0:
+            self.homes[request.affinity] = chosen
+        return chosen
+
+    async def generate(self, request: Request) -> list[Completion]:
+        chosen = self.choose(request)
+        self.work[chosen] += request.work
+        try:
+            return await self.engines[chosen].generate(request)
+        finally:
+            self.work[chosen] -= request.work
 
 
 def parse_choice(choice: dict[str, Any]) -> Completion:
@@ -519,6 +594,7 @@ class Sampler:
             stop=(*self.sampling.stop, *stop),
             stop_ids=(*self.renderer.stop_ids, *self.sampling.stop_ids),
             top_p=self.top_p,
+            affinity=seed_of(self.seed, self.label, rollout.index),
         )
 
     async def _within(self, awaitable: Any, what: str) -> Any:

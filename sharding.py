@@ -151,6 +151,12 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+def refuse_mixture(model: nn.Module) -> None:
+    """Ranks would gather different tensors, or none: raises RuntimeError."""
+    if len({isinstance(p, DTensor) for p in model.parameters()}) > 1:
+        raise RuntimeError("some parameters are shards and some are whole: a forward pass was not followed by backward or settle")
+
+
 def whole_parameters(model: nn.Module, dtype: torch.dtype, bucket_bytes: int = 2**30) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor in `dtype`) of every parameter, tied ones once. All ranks iterate alike.
 
@@ -159,8 +165,7 @@ def whole_parameters(model: nn.Module, dtype: torch.dtype, bucket_bytes: int = 2
     """
     bucket: list[tuple[str, Tensor]] = []
     size = 0
-    if len({isinstance(p, DTensor) for p in model.parameters()}) > 1:
-        raise RuntimeError("some parameters are shards and some are whole: a forward pass was not followed by backward or settle")
+    refuse_mixture(model)
     for name, parameter in model.named_parameters():
         bucket.append((name, whole(parameter.detach().to(dtype))))
         size += parameter.numel() * dtype.itemsize
@@ -183,6 +188,8 @@ class WholeCopy:
 
     Called like cluster.Refit, once before each generation phase whose weights are new; a collective."""
 
+    asleep = False
+
     def __init__(self, policy: Any, device: torch.device):
         from transformers import AutoModelForCausalLM
 
@@ -195,6 +202,9 @@ class WholeCopy:
         mine = dict(self.model.named_parameters())
         for name, tensor in whole_parameters(self.policy.model, torch.float32):
             mine[name].copy_(tensor)
+
+    def rest(self) -> None:
+        """Training begins: a copy has nothing to give up."""
 
 
 # ------------------------------------------------------------------------------------------------ out of the way

@@ -235,10 +235,10 @@ def assistant(content: str) -> Message:
 
 
 def arith(config: TaskConfig) -> Task:
-    """Sums of two numbers 1..9, shown as short chats. 81 pairs, of which 16 are held out; a pair and its mirror image stay together."""
+    """Sums of two numbers 1..9, shown as short chats. 81 pairs, of which 16 are held out: 8, and their mirror images."""
     numbers = range(1, 10)
-    shown = [(2, 3), (8, 4), (7, 9), (5, 1)]  # answers of one digit and of two
-    shots = shown[: len(shown) if config.few_shot is None else config.few_shot]
+    shown = [(2, 3), (8, 4), (7, 9), (5, 1)]
+    shots = shown[: 2 if config.few_shot is None else config.few_shot]  # an answer of one digit and one of two
     prefix = [m for a, b in shots for m in (user(f"{a}+{b}="), assistant(f"{a + b}"))]
     if config.system_prompt is not None:
         prefix = [{"role": "system", "content": config.system_prompt}, *prefix]
@@ -246,13 +246,10 @@ def arith(config: TaskConfig) -> Task:
     def example(a: int, b: int) -> Example:
         return Example([*prefix, user(f"{a}+{b}=")], answer=a + b)
 
-    unordered = [(a, b) for a in numbers for b in numbers if a <= b and not {(a, b), (b, a)} & set(shown)]
+    unordered = [(a, b) for a in numbers for b in numbers if a < b and not {(a, b), (b, a)} & set(shown)]
     random.Random(0).shuffle(unordered)  # not the run's seed: the held-out pairs are the same in every run
-    held_out: set[tuple[int, int]] = set()
-    for a, b in unordered:  # at most one pair of each sum, and never a sum's only one: every sum is still seen in training
-        both, alone = {(a, b), (b, a)}, a + b in (2, 3, 17, 18)
-        if not alone and len(held_out | both) <= 16 and a + b not in {c + d for c, d in held_out}:
-            held_out |= both
+    chosen = {a + b: (a, b) for a, b in unordered if a + b not in (3, 17)}  # one pair of a sum, never its only one: every sum is seen in training
+    held_out = {pair for a, b in list(chosen.values())[:8] for pair in ((a, b), (b, a))}
     pairs = [(a, b) for a in numbers for b in numbers]
     return Task(
         name="arith",

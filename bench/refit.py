@@ -22,12 +22,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
+from smollm2 import folder
 
 import cluster
 import gloo_transfer
 from policy import PolicyConfig, load_policy
 from rollout import DeadlineConfig
-from smollm2 import folder
 
 REPEATS = 7
 

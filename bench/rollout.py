@@ -24,10 +24,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from smollm2 import folder
+
 import cluster
 from grpo import load_tokenizer
 from rollout import DeadlineConfig, Renderer, Sampler, SamplingConfig, VLLMEngine, sample_groups, seed_of
-from smollm2 import folder
 from task import Example, SingleTurn, Task
 
 PROMPTS, SAMPLES, TOKENS, BATCHES = 8, 8, 32, 4  # per batch; the first batch is the warm-up

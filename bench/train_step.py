@@ -26,6 +26,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
+from smollm2 import random_model
 from torch import Tensor
 from transformers import AttentionInterface
 
@@ -33,7 +34,6 @@ import cluster
 import loss
 from policy import PACKED, ChunkedLogprobs, Policy, PolicyConfig, pack, packed_attention
 from rollout import Rollout
-from smollm2 import random_model
 
 REPEATS = 3
 HEAD = 4096, 49152, 576  # tokens, vocabulary, hidden size

@@ -8,6 +8,7 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent)]
 
+import tiny
 import torch
 
 torch.set_num_threads(1)
@@ -37,7 +38,7 @@ RUNS = {
 }
 # name -> (which of RUNS, further flags for two processes)
 SPLIT = {
-    "ddp": ("plain", "--policy.no-shard"),
+    "ddp": ("plain", "--policy.no-shard --log.trackers tensorboard"),
     "fsdp": ("plain", ""),
     "ddp_tight": ("tight", "--policy.no-shard"),
     "fsdp_tight": ("tight", ""),
@@ -69,6 +70,8 @@ def resume(model: str, folder: Path) -> list[float]:
     train(model, folder / "parts", "--resume")
     train(model, folder / "other", "--steps 2 --policy.no-shard")
     train(model, folder / "other", "--resume")
+    train(model, folder / "mixed", "--steps 2")
+    train(model, folder / "mixed", "--resume --policy.no-shard")
     return [row["reward"] for row in read_lines(folder / "parts" / "metrics.jsonl")[1:]]
 
 
@@ -132,6 +135,18 @@ def shards(model: str, folder: Path, ranks: Ranks) -> dict:
     }  # fmt: skip
 
 
+def uneven(model: str, folder: Path, ranks: Ranks) -> bool:
+    """An untied head, and a vocabulary that two ranks cannot halve."""
+    path = str(folder / "uneven")
+    ranks.on_first(lambda: tiny.save_model(Path(path), tied=False, vocabulary=131))
+    policy = policies.load_policy(path, policies.PolicyConfig(), 1.0, ranks.device, ranks)
+    alone = policies.load_policy(path, policies.PolicyConfig(), 1.0, ranks.device)
+    (batch,) = policies.pack([Rollout(0, s, [5, 6, 7], [8, 9 + s], [True] * 2, [0.0] * 2, [0] * 2) for s in range(3)], 100)
+    for one in (policy, alone):
+        one(batch)[0].sum().backward()
+    return all(torch.allclose(sharding.whole(p.grad), q.grad, atol=1e-6) for p, q in zip(policy.parameters(), alone.parameters(), strict=True))
+
+
 def renamed(model: str, folder: Path, ranks: Ranks) -> bool:
     """A folder whose names are not the parameters' is loaded by rank 0 and scattered."""
     from safetensors.torch import load_file, save_file
@@ -156,6 +171,7 @@ def main(model: str, folder: Path) -> None:
         "resume": lambda: resume(model, folder),
         "collectives": lambda: collectives(model, folder, ranks),
         "shards": lambda: shards(model, folder, ranks),
+        "uneven": lambda: uneven(model, folder, ranks),
         "renamed": lambda: renamed(model, folder, ranks),
     }
     results = {}

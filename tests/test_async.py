@@ -28,6 +28,7 @@ import cluster
 import grpo
 from async_grpo import Group, choose
 from log import read_lines
+from refit import EngineClient, Refit
 from rollout import Completion, EngineError, VLLMEngine, seed_of
 from task import UserError
 
@@ -95,6 +96,11 @@ class Scripted:
 
 
 class RecordedRefit:
+    asleep = False
+
+    def rest(self):
+        pass
+
     def __init__(self, action=lambda version: None):
         self.versions, self.action, self.drain, self.keep_kv = [], action, False, False
 
@@ -103,11 +109,11 @@ class RecordedRefit:
         self.action(version)
 
 
-class HTTPRefit(cluster.Refit):
+class HTTPRefit(Refit):
     """The control calls of a refit against the fake server; the weights themselves are one more call."""
 
     def __init__(self, url, timeout=5.0):
-        self.url, self.timeout, self.drain, self.keep_kv, self.engine = url, timeout, False, False, "unused"
+        self.client, self.timeout, self.rank, self.barrier, self.broken, self.engine = EngineClient([url], timeout), timeout, 0, lambda phase: None, False, "unused"
 
     def transfer(self):
         self.call("POST", "transfer")

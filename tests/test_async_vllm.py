@@ -12,6 +12,7 @@ from test_vllm import perturb
 import cluster
 import policy as policies
 from cluster import EngineConfig
+from refit import Refit
 from rollout import DeadlineConfig, Request, Rollout, VLLMEngine
 
 pytestmark = pytest.mark.skipif(not cluster.vllm_installed(), reason="vLLM is not installed")
@@ -26,7 +27,7 @@ def served(tmp_path_factory):
     with server:
         policy = policies.load_policy(model, policies.PolicyConfig(), 1.0, torch.device("cpu"))
         server.wait_until_healthy(300)
-        yield policy, cluster.Refit(server.url, policy, torch.float32, "gloo", DeadlineConfig()), VLLMEngine(server.url, key, 120, server.check_alive)
+        yield policy, Refit(server.url, policy, torch.float32, "gloo", DeadlineConfig()), VLLMEngine(server.url, key, 120, server.check_alive)
 
 
 def updated_in_flight(policy, refit, engine, version):

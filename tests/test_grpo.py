@@ -334,6 +334,6 @@ def test_the_dry_run_prints_everything_resolved_and_the_script_says_errors_witho
         return subprocess.run([sys.executable, "grpo.py", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=120)
 
     done = grpo_py("--model", model, "--task", "arith", "--dry-run")
-    assert done.returncode == 0 and '"clip_high": 0.28' in done.stdout and "trainer on" in done.stdout
+    assert done.returncode == 0 and '"clip_high": 0.28' in done.stdout and "node  device  role" in done.stdout
     failed = grpo_py("--model", model, "--task", "nonsense")
     assert failed.returncode == 1 and failed.stderr.strip().splitlines()[-1].startswith("error: --task nonsense") and "Traceback" not in failed.stderr

@@ -19,6 +19,7 @@ from tiny import CHATML, llama, save_model, tokenizer
 import grpo
 import loss
 import policy as policies
+import shards
 from config import Config, LossConfig
 from log import Timer
 from policy import Batch, ChunkedLogprobs, OptimConfig, Policy, PolicyConfig, learning_rate, load_policy, make_optimizer, optimizer_step, pack, score
@@ -719,7 +720,11 @@ def test_an_exported_model_loads_anywhere_with_equal_logits(tmp_path, tied, dtyp
         (batch,) = pack(rows, 1000)
         policy(batch)[0].sum().backward()
         optimizer_step(policy, optimizer, 1e-3, 1.0)
-    policies.export(policy, tmp_path / "out", tokenizer(), dtype)
+    for write in shards.snapshot(policy.model, optimizer, {}, dtype, copied=False):
+        write(tmp_path)
+    (tmp_path / "model").rename(tmp_path / "out")
+    for name, data in shards.side_files(policy.model, tokenizer(), dtype).items():
+        (tmp_path / "out" / name).write_bytes(data)
 
     assert policy.model.config._attn_implementation == policies.PACKED  # training goes on as before
     config = json.loads((tmp_path / "out" / "config.json").read_text())

@@ -39,7 +39,7 @@ def two(model, tmp_path_factory):
     """The folder in which two processes have run every check, with their results."""
     folder = tmp_path_factory.mktemp("two")
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(free_port()), HERE / "ranks_checks.py"]
-    done = subprocess.run([*command, model, str(folder)], env=ENVIRONMENT, capture_output=True, text=True, timeout=150)
+    done = subprocess.run([*command, model, str(folder)], env=ENVIRONMENT, capture_output=True, text=True, timeout=150, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return folder, [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(2)]
 
@@ -62,7 +62,9 @@ def numbers(out):
 
 
 def weights(out, step=3, file="model/model.safetensors"):
-    return load_file(out / "checkpoints" / f"step_{step}" / file)
+    """Of all files of a checkpoint that `file` is split into."""
+    pattern = file.replace(".safetensors", "*.safetensors")
+    return {name: tensor for path in (out / "checkpoints" / f"step_{step}").glob(pattern) for name, tensor in load_file(path).items()}
 
 
 def largest_difference(a, b):
@@ -92,11 +94,15 @@ def test_two_processes_log_the_numbers_and_learn_the_weights_of_one(name, one, t
     assert largest_difference({k: v for k, v in a.items() if k.endswith("exp_avg")}, {k: v for k, v in b.items() if k.endswith("exp_avg")}) < 1e-4
 
 
-def test_rank_zero_alone_writes_and_what_it_writes_is_that_of_one_process(one, two):
+def test_rank_zero_writes_what_one_process_writes_and_checkpoints_are_shared(one, two):
     folder, _ = two
-    alone, split = (sorted(str(p.relative_to(out)) for p in out.rglob("*")) for out in (one("plain"), folder / "fsdp"))
-    assert alone == split
-    rows = [[{k: r[k] for k in ("step", "index", "sample", "completion", "reward")} for r in read_lines(out / "rollouts.jsonl")] for out in (one("plain"), folder / "fsdp")]
+    alone, split = ({str(p.relative_to(out)) for p in out.rglob("*")} for out in (one("plain"), folder / "fsdp"))
+    assert {name for name in alone ^ split if "/model-0000" not in name} == {
+        f"checkpoints/step_3/{name}"  # of the checkpoint each rank writes its share
+        for name in ("model/model.safetensors", "model/model.safetensors.index.json", "rank-00001.json", "optimizer.safetensors")
+    } | {f"checkpoints/step_3/optimizer-0000{i}-of-00002.safetensors" for i in (1, 2)}
+    known = ("step", "index", "sample", "completion", "reward")
+    rows = [[{k: r[k] for k in known} for r in read_lines(out / "rollouts.jsonl")] for out in (one("plain"), folder / "fsdp")]
     assert rows[0] == rows[1] and len(rows[0]) == 3 * 5 * 4
     assert len({r["completion"] for r in rows[1] if r["step"] == 1}) > 15  # no two ranks, and no two samples of a group, repeat each other
     assert (one("plain") / "samples.md").read_text() == (folder / "fsdp" / "samples.md").read_text()
@@ -116,7 +122,7 @@ def test_a_step_in_which_everything_failed_is_skipped_on_all_ranks(two):
 def test_a_sharded_run_resumes_where_it_was_and_a_replicated_one_too(one, two):
     folder, results = two
     assert results[0]["resume"] == pytest.approx([row["reward"] for row in read_lines(one("plain") / "metrics.jsonl")[1:]], rel=2e-3)
-    for name in ("parts", "other"):
+    for name in ("parts", "other", "mixed"):
         assert largest_difference(weights(one("plain")), weights(folder / name)) < 2e-3
         assert {v.item() for k, v in weights(folder / name, file="optimizer.safetensors").items() if k.endswith("/step")} == {3.0}
 
@@ -142,7 +148,7 @@ def test_a_rank_loads_its_own_half_alone_and_the_halves_are_the_model(two):
         found = result["shards"]
         assert found["local"] == pytest.approx(found["total"] / 2, rel=0.02)
         assert found["same"] and found["same_buffers"]
-    assert two[1][0]["renamed"] is two[1][1]["renamed"] is True
+        assert result["renamed"] is True and result["uneven"] is True
 
 
 def test_master_weights_are_float32_under_bfloat16_compute(two):
@@ -222,12 +228,13 @@ def test_an_idle_micro_batch_gives_every_parameter_a_zero_gradient(model):
 def fail(kind):
     """Two processes without a launcher that would end them. Returns their outputs and the seconds from ready to gone."""
     port, started = str(free_port()), time.time()
+    common = {**ENVIRONMENT, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     processes = [
         subprocess.Popen(
             [sys.executable, HERE / "ranks_failure.py", kind], text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            env={**ENVIRONMENT, "RANK": str(r), "LOCAL_RANK": str(r), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port},
+            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
         )
-        for r in range(2)
+        for rank in range(2)
     ]  # fmt: skip
     try:
         outputs = [p.communicate(timeout=50) for p in processes]
@@ -248,7 +255,7 @@ def test_a_rank_that_raises_shows_its_own_traceback_and_ends_the_one_that_waits_
 def test_an_error_of_the_user_is_a_sentence_and_ends_a_rank_that_is_in_no_collective():
     codes, (busy, raising), seconds = fail("user")
     assert all(codes) and seconds < 12
-    assert raising.strip() == "error: --flag 3: give 4"
+    assert raising.splitlines()[0] == "error: --flag 3: give 4" and "Traceback" not in raising  # torch may add that rank 0, which kept the store, has gone
     assert "rank 0 stops in phase 'reading': rank 1 failed: --flag 3: give 4" in busy
 
 

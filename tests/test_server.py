@@ -148,5 +148,4 @@ def test_the_plan_takes_vllm_where_it_is_and_says_why_not_otherwise():
     assert make_plan("auto", 0, 1, False).engine == "hf"
     with pytest.raises(UserError, match="--engine hf"):
         make_plan("vllm", 0, 1, False)
-    with pytest.raises(UserError, match="--num_processes 1"):
-        make_plan("hf", 0, 2, False)
+    assert make_plan("hf", 0, 2, False).processes == 2
