@@ -1,13 +1,14 @@
 # make env    a virtual environment in .venv and the demo model in models/   (once; 2 to 6 minutes, 4 GB)
 # make demo   watch a 135M language model learn to add                       (about 7 minutes on 2 cores)
-# make test   the whole suite                                                (under 10 minutes on 2 cores)
+# make test   the suite                                                      (under 10 minutes on 2 cores)
+# make test-slow   what starts more real servers: several engines at once, updates in flight   (3 minutes)
 
 PYTHON := $(firstword $(foreach v,3.12 3.11 3.13,$(shell command -v python$(v) >/dev/null 2>&1 && python$(v) -c '' >/dev/null 2>&1 && echo python$(v))))
 REQUIREMENTS := $(if $(shell command -v nvidia-smi 2>/dev/null),requirements.txt,requirements-cpu.txt)
 MODEL := models/SmolLM2-135M-Instruct
 DEMO_OUT ?= out/demo-$(shell date +%Y%m%d-%H%M%S)
 
-.PHONY: env demo test
+.PHONY: env demo test test-slow
 env: .venv/.complete $(MODEL)/config.json
 
 .venv/.complete: requirements.txt requirements-cpu.txt
@@ -27,8 +28,11 @@ $(MODEL)/config.json: .venv/.complete
 demo: env
 	.venv/bin/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no grpo.py \
 	  --model $(MODEL) --task arith --out $(DEMO_OUT) \
-	  --steps 50 --prompts-per-step 8 --samples-per-prompt 8 --sampling.max-completion-tokens 6 --sampling.max-prompt-tokens 122 \
+	  --steps 70 --prompts-per-step 8 --samples-per-prompt 8 --sampling.max-completion-tokens 6 --sampling.max-prompt-tokens 122 \
 	  --optim.lr 1e-5 --optim.warmup 5 --optim.schedule linear --eval.every 10 --eval.samples 8
 
 test: env
 	.venv/bin/python -m pytest
+
+test-slow: env
+	.venv/bin/python -m pytest -m slow

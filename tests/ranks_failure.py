@@ -17,6 +17,7 @@ def main(arguments: list[str]) -> None:
     ranks.barrier("reading")
     print("ready", time.time(), flush=True)
     if ranks.rank == 1:
+        time.sleep(1)  # until rank 0 is where it will be found
         if arguments[0] == "raise":
             raise KeyError("the cause")
         if arguments[0] == "user":

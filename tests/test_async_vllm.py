@@ -15,7 +15,7 @@ from cluster import EngineConfig
 from refit import Refit
 from rollout import DeadlineConfig, Request, Rollout, VLLMEngine
 
-pytestmark = pytest.mark.skipif(not cluster.vllm_installed(), reason="vLLM is not installed")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not cluster.vllm_installed(), reason="vLLM is not installed")]
 PROMPT = tuple(range(10, 80))  # longer than two cache blocks
 
 

@@ -19,7 +19,7 @@ from refit import free_port
 from rollout import Balanced, DeadlineConfig, EngineError
 from task import UserError
 
-pytestmark = pytest.mark.skipif(not cluster.vllm_installed(), reason="vLLM is not installed")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not cluster.vllm_installed(), reason="vLLM is not installed")]
 ROOT = Path(__file__).resolve().parent.parent
 
 
