@@ -466,15 +466,9 @@ def describe(run: Run, rollout: Rollout) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------------ main
 
 
-<<<<<<< HEAD
 def train(run: Run, step: Callable[[Run], tuple[Metrics, list[list[Rollout]]]] = train_step) -> dict[str, float]:
     """The loop. Returns the last evaluation's accuracy and the first's, nan where there was none. `step` may follow another schedule."""
-    config, begun = run.config, time.time()
-=======
-def train(run: Run) -> dict[str, float]:
-    """The loop. Returns the last evaluation's accuracy and the first's, nan where there was none."""
     config = run.config
->>>>>>> main
     trackers = start_trackers(config.log, dataclasses.asdict(config), run.out, run.plan.device == "cpu", run.ranks.is_main)
     before = after = math.nan
     if config.eval.every and run.step == 0 == config.eval.first:
