@@ -29,7 +29,7 @@ demo: env
 	.venv/bin/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no grpo.py \
 	  --model $(MODEL) --task arith --out $(DEMO_OUT) \
 	  --steps 70 --prompts-per-step 8 --samples-per-prompt 8 --sampling.max-completion-tokens 6 --sampling.max-prompt-tokens 122 \
-	  --optim.lr 1e-5 --optim.warmup 5 --optim.schedule linear --eval.every 10 --eval.samples 8
+	  --optim.lr 1e-5 --optim.warmup 5 --optim.schedule linear --eval.every 5 --eval.samples 8 --eval.stop-at 0.96
 
 test: env
 	.venv/bin/python -m pytest
