@@ -530,7 +530,7 @@ def launch(config: Config, loop: Callable[[Run], dict[str, float]]) -> None:
     cluster.set_threads(config.policy.threads)
     run = setup(config)
     try:
-        result = score_only(run) if config.eval_only else train(run)
+        result = score_only(run) if config.eval_only else loop(run)
     except BaseException as error:
         report(error)  # to the other ranks, before the engine is stopped
         raise
