@@ -111,8 +111,9 @@ def test_nothing_outlives_the_trainer(fake, tmp_path, ending):
     trainer = tmp_path / "trainer.py"
     trainer.write_text(
         textwrap.dedent(f"""
-        import os, sys, time
+        import os, signal, sys, time
         from pathlib import Path
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite that runs in the background inherits that it is ignored
         sys.path.insert(0, {str(ROOT)!r})
         from cluster import Server, stop_on_signals
         stop_on_signals()
