@@ -1,5 +1,5 @@
 # make env    a virtual environment in .venv and the demo model in models/   (once; 2 to 6 minutes, 4 GB)
-# make demo   watch a 135M language model learn to add                       (about 7 minutes on 2 cores)
+# make demo   watch a 135M language model learn to add                       (about 5 minutes on 2 cores)
 # make test   the suite                                                      (under 10 minutes on 2 cores)
 # make test-slow   what starts more real servers: several engines at once, updates in flight   (3 minutes)
 
